@@ -1,0 +1,96 @@
+"""The packed weight format: its only definition. Everything that writes or reads packed weights imports this file.
+
+A matrix W [N, K] (outputs, inputs; row-major like torch's Linear) is stored in one of two formats.
+
+INT4 with group scales, for every matrix of a block. K is cut into groups of G = 32, 64 or 128 inputs; each weight is
+a code q in 0..15:
+
+    symmetric      w = scale * (q - 8)
+    scale + min    w = scale * q + min
+
+    qweight  int32 [N, K/8]     eight codes a word, see below
+    scales   fp16  [N, K/G]     fp32 for a tensor whose scales leave fp16's range
+    mins     fp16  [N, K/G]     only with scale + min; the dtype of scales
+
+    Word c of a row holds inputs 8c..8c+7. Inputs 8c+2p and 8c+2p+1 are the nibbles at bits 4p and 16+4p, so that
+    `(word >> 4p) & 0x000F000F` is a pair of neighbouring inputs in the two halves of a register: a kernel turns it
+    into two fp16 values with one logical operation and multiplies it with x read as plain contiguous pairs.
+
+INT8 rows, for the embedding, lm_head, exceptions, and matrices whose K is no multiple of 32:
+
+    weight   int8  [N, K]       codes -127..127,  w = scale * code
+    scales   fp32  [N]
+
+The group size of a tensor follows from its shapes; symmetric is the absence of `mins`.
+"""
+
+import torch
+from torch import Tensor
+
+LAYOUT = "rows-nibble-pairs"
+VERSION = 1
+GROUP_SIZES = (32, 64, 128)
+
+# Bit position of input j of a word: even inputs fill the low half from bit 0, odd inputs the high half from bit 16.
+_SHIFTS = tuple(4 * (j // 2) + 16 * (j % 2) for j in range(8))
+
+
+def group_size_for(k: int, wanted: int) -> int | None:
+    """The largest group size not above `wanted` that divides K, or None where none does (such a matrix is INT8)."""
+    return max((g for g in GROUP_SIZES if g <= wanted and k % g == 0), default=None)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes 0..15, any integer dtype [N, K] -> qweight int32 [N, K/8].
+
+    Raises:
+        ValueError: K is no multiple of 8, or a code lies outside 0..15.
+    """
+    n, k = codes.shape
+    if k % 8:
+        raise ValueError(f"pack: got K = {k}, wanted a multiple of 8")
+    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) <= 15:
+        raise ValueError(f"pack: got codes {int(codes.min())}..{int(codes.max())}, wanted 0..15")
+    words = torch.zeros(n, k // 8, dtype=torch.int32, device=codes.device)
+    for j, shift in enumerate(_SHIFTS):
+        words |= codes[:, j::8].to(torch.int32) << shift
+    return words
+
+
+def unpack(qweight: Tensor) -> Tensor:
+    """qweight int32 [N, K/8] -> codes uint8 [N, K].
+
+    Raises:
+        ValueError: qweight is not a two-dimensional int32 tensor.
+    """
+    if qweight.dtype != torch.int32 or qweight.dim() != 2:
+        raise ValueError(f"unpack: got {qweight.dtype} {list(qweight.shape)}, wanted int32 [N, K/8]")
+    n, words = qweight.shape
+    codes = torch.empty(n, words, 8, dtype=torch.uint8, device=qweight.device)
+    for j, shift in enumerate(_SHIFTS):
+        codes[:, :, j] = (qweight >> shift) & 15
+    return codes.view(n, words * 8)
+
+
+def dequantize(qweight: Tensor, scales: Tensor, mins: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """INT4 tensors as stored -> W [N, K] in `dtype`, computed in fp32.
+
+    Raises:
+        ValueError: the shapes of qweight, scales and mins do not belong together.
+    """
+    n, k = qweight.shape[0], qweight.shape[1] * 8
+    groups = scales.shape[-1]
+    if scales.shape != (n, groups) or k % groups or (mins is not None and mins.shape != scales.shape):
+        raise ValueError(
+            f"dequantize: got qweight {list(qweight.shape)}, scales {list(scales.shape)}, "
+            f"mins {None if mins is None else list(mins.shape)}, wanted [N, K/8], [N, K/G], [N, K/G]"
+        )
+    codes = unpack(qweight).view(n, groups, k // groups).float()
+    scale = scales.float().unsqueeze(-1)
+    weight = scale * (codes - 8) if mins is None else scale * codes + mins.float().unsqueeze(-1)
+    return weight.view(n, k).to(dtype)
+
+
+def dequantize_rows(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """INT8 rows as stored, int8 [N, K] and fp32 [N] -> W [N, K] in `dtype`, computed in fp32."""
+    return (weight.float() * scales.float().unsqueeze(-1)).to(dtype)

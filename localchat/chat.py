@@ -1,0 +1,209 @@
+"""The conversation: a person's text in, a stream of Chunks out.
+
+This is the loop that the program is about. A turn renders the whole conversation with the model's template, finds
+how much of it the cache holds already, prefills the rest and generates; ids become text one by one (reply_text.py).
+It knows neither tensors nor the terminal: the engine takes and gives ids, and whoever shows the text reads Chunks.
+"""
+
+import time
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from localchat.errors import InputTooLong, UsageError
+from localchat.reply_text import ReplyText
+from localchat.stats import Stats
+
+if TYPE_CHECKING:  # so that importing this file loads neither torch nor jinja2
+    from localchat.sampling import Sampling
+    from localchat.template import ChatTemplate
+    from localchat.tokenizer import Tokenizer
+
+Kind = Literal["prefill", "thought", "answer", "end"]
+FinishReason = Literal["stop", "length", "context"]
+
+
+class Engine(Protocol):
+    """What a chat needs of localchat.engine.Engine; a test drives it with a script."""
+
+    ids: list[int]
+    max_length: int
+    tokens_forwarded: int
+
+    def rewind(self, length: int) -> int:
+        """Go back to at most `length` ids and return how many are left."""
+
+    def prefill(self, ids: Sequence[int]) -> Iterator[int]:
+        """Append `ids` in chunks, yielding the number done."""
+
+    def generate(self, sampling: "Sampling", stop_ids: Collection[int], max_tokens: int) -> Iterator[int]:
+        """Draw ids, up to and with the first stop id."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a reply. There is one for each prefilled chunk and each generated token, often with empty text.
+
+    The last one has kind "end" and says why the reply ended: "stop" (the model's stop token, or a stop string),
+    "length" (max_tokens) or "context" (the cache is full). `in_thought` there: the thought never ended.
+    """
+
+    kind: Kind
+    text: str
+    stats: Stats
+    finish_reason: FinishReason | None = None
+    in_thought: bool = False
+
+
+class Chat:
+    """One conversation over one engine.
+
+    `messages` holds the turns as templates take them ({"role", "content"} and, for an answer with a thought,
+    "reasoning_content"); an answer that was stopped also has "interrupted": True. `system`, `sampling`, `max_tokens`,
+    `stop` and `template_variables` (such as enable_thinking) may be assigned between turns.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: "Tokenizer",
+        template: "ChatTemplate",
+        sampling: "Sampling",
+        *,
+        system: str | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.template = template
+        self.sampling = sampling
+        self.system = system
+        self.max_tokens = max_tokens
+        self.stop = tuple(stop)
+        self.template_variables = dict(template_variables or {})
+        self.messages: list[dict[str, Any]] = []
+
+    def clear(self) -> None:
+        """Forget all turns; the system prompt stays."""
+        self.messages.clear()
+
+    def reply(self, text: str) -> Iterator[Chunk]:
+        """One turn. What `text` and the answer add to `messages` depends on how the iteration ends:
+
+        at its end both stay; closed (or KeyboardInterrupt) after some text was generated, both stay and the answer is
+        marked interrupted; closed earlier, or on any error, the conversation is as it was before.
+
+        Raises:
+            UsageError: `text` is blank, or a stop string is empty.
+            InputTooLong: the conversation leaves no room for an answer; nothing has changed.
+            UserError: the template refuses the conversation.
+        """
+        if not text.strip():
+            raise UsageError("the prompt is empty: write something to answer.")
+        started, turn_start = time.perf_counter(), len(self.messages)
+        message = {"role": "user", "content": text}
+        turn = _Turn(self.engine, self._render([*self.messages, message]), started)
+        answer = ReplyText(self.tokenizer, turn.prompt, self.stop)
+        answered = None
+        self.messages.append(message)
+        try:
+            yield from self._prefill(turn)
+            finish_reason = yield from self._generate(turn, answer)
+            answered = answer.message()
+        except (GeneratorExit, KeyboardInterrupt):
+            if not answer.empty:
+                answered = {**answer.message(), "interrupted": True}
+            raise
+        finally:
+            if answered is None:
+                del self.messages[turn_start:]
+            else:
+                self.messages.append(answered)
+        yield Chunk("end", "", turn.stats(), finish_reason, in_thought=answer.kind == "thought")
+
+    def _render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The conversation as ids, ready to be answered."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        turns = [{key: value for key, value in m.items() if key != "interrupted"} for m in messages]
+        rendered = self.template.render(system + turns, add_generation_prompt=True, **self.template_variables)
+        ids = self.tokenizer.encode(rendered)
+        if len(ids) >= self.engine.max_length:
+            raise InputTooLong(
+                f"the conversation has {len(ids):,} tokens and the context holds {self.engine.max_length:,} with the "
+                "answer: shorten it, clear the conversation, or enlarge the context."
+            )
+        return ids
+
+    def _prefill(self, turn: "_Turn") -> Iterator[Chunk]:
+        """Bring the cache to the prompt: keep the longest common prefix, compute the rest (at least one token)."""
+        prefix = _common_prefix(self.engine.ids, turn.prompt)
+        turn.cached = self.engine.rewind(min(prefix, len(turn.prompt) - 1))
+        for _ in self.engine.prefill(turn.prompt[turn.cached :]):
+            turn.count_prefilled()
+            yield Chunk("prefill", "", turn.stats())
+
+    def _generate(self, turn: "_Turn", answer: ReplyText) -> Generator[Chunk, None, FinishReason]:
+        """Stream the answer's pieces; returns why it ended."""
+        limit = self.engine.max_length + 1 if self.max_tokens is None else self.max_tokens
+        stop_token = False
+        for token in self.engine.generate(self.sampling, self.tokenizer.stop_ids, limit):
+            turn.count_generated()
+            if stop_token := token in self.tokenizer.stop_ids:
+                break
+            kind, text = answer.push(token)
+            yield Chunk(kind, text, turn.stats())
+            if answer.stopped:
+                break
+        kind, text = answer.flush()
+        if text:
+            yield Chunk(kind, text, turn.stats())
+        if stop_token or answer.stopped:
+            return "stop"
+        return "length" if turn.generated == limit else "context"
+
+
+class _Turn:
+    """The prompt of one turn and its counters, from which each Chunk gets its Stats."""
+
+    def __init__(self, engine: Engine, prompt: list[int], started: float) -> None:
+        self.prompt = prompt
+        self.cached = 0
+        self.generated = 0
+        self._engine = engine
+        self._forwarded_before = engine.tokens_forwarded
+        self._prefilled = 0
+        self._started = started
+        self._prefill_started = self._prefill_ended = self._first_token = time.perf_counter()
+
+    def count_prefilled(self) -> None:
+        """To be called after each prefilled chunk."""
+        self._prefilled = self._engine.tokens_forwarded - self._forwarded_before
+        self._prefill_ended = time.perf_counter()
+
+    def count_generated(self) -> None:
+        """To be called for each drawn id."""
+        self.generated += 1
+        if self.generated == 1:
+            self._first_token = time.perf_counter()
+
+    def stats(self) -> Stats:
+        """The numbers as of now."""
+        decoding = self.generated > 0
+        return Stats(
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached,
+            prefilled_tokens=self._prefilled,
+            generated_tokens=self.generated,
+            prefill_seconds=self._prefill_ended - self._prefill_started,
+            decode_seconds=time.perf_counter() - self._first_token if decoding else 0.0,
+            ttft_seconds=self._first_token - self._started if decoding else 0.0,
+            context_used=len(self._engine.ids),
+            context_size=self._engine.max_length,
+        )
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids `a` and `b` have in common from the start."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

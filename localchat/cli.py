@@ -1,0 +1,161 @@
+"""The `localchat` command: understands the command line, runs one command, turns every ending into an exit code.
+
+Exit codes: 0 done - 1 failed - 2 usage - 3 model not found - 4 does not fit in memory - 5 prompt over the context -
+130 Ctrl-C - 141 the pipe was closed - 143 SIGTERM. Errors are one sentence on stderr, a hint on the next line.
+Everything heavy is imported by the command that needs it, so that `--help` and usage errors take no time.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TextIO
+
+from localchat.arguments import parse_command_line
+from localchat.errors import UserError
+from localchat.failures import failure_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
+    with _sigterm_as_exit():
+        try:
+            code = _run(words)
+            sys.stdout.flush()
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+            _flush_or_discard(sys.stdout)
+        except BrokenPipeError:
+            code = 141
+        except KeyboardInterrupt:
+            code = 130
+            _complain("localchat: interrupted")
+        except UserError as error:
+            code = _report(error, debug="--debug" in words)
+        except Exception as error:  # noqa: BLE001 - the last place that can turn a fault into a sentence
+            code = _report(error, debug="--debug" in words)
+        finally:
+            _flush_or_discard(sys.stdout)
+            _flush_or_discard(sys.stderr)
+    return code
+
+
+def _run(words: Sequence[str]) -> int:
+    args = parse_command_line(words)
+    if args.command in ("", "list"):
+        from localchat import listing
+
+        return listing.print_models(as_json=args.json, with_usage=not args.command)
+    commands = {"run": _chat, "pull": _pull, "show": _show, "quantize": _quantize, "bench": _bench}
+    return commands[args.command](args)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from localchat.prepare import packed_folder
+    from localchat.prompt_input import read_prompt
+
+    argument = " ".join(args.prompt) if args.prompt else None
+    prompt = read_prompt(argument, use_stdin=not args.no_stdin, notices=sys.stderr)
+    folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
+    from localchat import session
+
+    opened = session.open_chat(folder, args)
+    return session.converse(opened, args) if prompt is None else session.answer(opened, prompt, args)
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from localchat.prepare import packed_folder
+
+    folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
+    print(f"localchat: {args.model} is ready in {folder}", file=sys.stderr)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from localchat import listing
+
+    return listing.print_model(args.model, context=args.ctx, as_json=args.json)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    from localchat.prepare import quantize
+
+    folder = quantize(args)
+    print(f"localchat: wrote {folder}", file=sys.stderr)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from localchat import listing
+    from localchat.prepare import packed_folder
+
+    folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
+    from localchat import bench
+
+    return listing.print_bench(args.model, bench.run(folder), as_json=args.json)
+
+
+def _report(error: BaseException, *, debug: bool) -> int:
+    """Say what went wrong and return the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    failure = failure_of(error)
+    _complain(str(failure))
+    return failure.exit_code
+
+
+def _complain(text: str) -> None:
+    """Print to stderr, even if nobody reads it any more."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _flush_or_discard(stream: TextIO) -> None:
+    """Flush; a stream that cannot take its rest is pointed at nothing, or the interpreter complains at its end."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except (OSError, ValueError):
+        return
+
+
+def _open_missing_streams() -> None:
+    """`>&-` leaves no stdout at all; a character that a terminal's encoding lacks must not end the answer."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds the stack like an exception, so that files and the terminal are left in order."""
+
+    def leave(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(143)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,320 @@
+"""A model's config.json as one frozen record.
+
+Fields are named as the hub names them. Whatever this program would compute wrongly is refused by name, here, before
+a tensor is read: an unknown architecture, another activation, sliding windows, an unknown RoPE type. Keys that do not
+change the result (initializer_range, use_cache, ...) are ignored.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localchat.errors import BadCheckpoint
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# Families people will try, with what to say of them. Everything else is "not one of ...".
+_KNOWN_UNSUPPORTED = {
+    "qwen3_5": "the gated delta net family (Qwen3.5, 3.6, 3.8) is not supported yet",
+    "qwen3_5_text": "the gated delta net family (Qwen3.5, 3.6, 3.8) is not supported yet",
+    "qwen2_moe": "mixture-of-experts models are not supported",
+    "qwen3_moe": "mixture-of-experts models are not supported",
+    "qwen3_5_moe": "mixture-of-experts models are not supported",
+    "mixtral": "mixture-of-experts models are not supported",
+}
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """Rotary position embedding: base frequency and how it is stretched for long contexts.
+
+    rope_type is "default", "linear", "yarn" or "llama3"; the other fields are used by the type that names them.
+    `original_max_position_embeddings` is in tokens. Formulas: YaRN arXiv 2309.00071; Llama 3.1 model card.
+    """
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """How one matrix is stored: bits 4 (with group_size and symmetric), 8 (INT8 rows) or 16 (unquantised)."""
+
+    bits: int
+    group_size: int = 0
+    symmetric: bool = True
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """`quantization_config` of a packed folder: the default format, the tensors that differ, and where it came from.
+
+    layout and version are those of kernels/int4_packing.py at the time of writing.
+    """
+
+    layout: str
+    version: int
+    default: TensorFormat
+    exceptions: Mapping[str, TensorFormat] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+    def format_of(self, name: str) -> TensorFormat:
+        """The format of the matrix `name`, e.g. "layers.0.self_attn.qkv_proj" or "embed_tokens"."""
+        return self.exceptions.get(name, self.default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value of config.json's `quantization_config`."""
+        return {
+            "quant_method": "localchat",
+            "layout": self.layout,
+            "version": self.version,
+            **asdict(self.default),
+            "exceptions": {name: asdict(f) for name, f in self.exceptions.items()},
+            "source": dict(self.source),
+        }
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "QuantizationConfig":
+        """Read back what `to_dict` wrote.
+
+        Raises:
+            BadCheckpoint: a key is missing or has a value of the wrong kind.
+        """
+        try:
+            return cls(
+                layout=str(raw["layout"]),
+                version=int(raw["version"]),
+                default=_tensor_format(raw),
+                exceptions={str(name): _tensor_format(f) for name, f in raw.get("exceptions", {}).items()},
+                source=dict(raw.get("source", {})),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadCheckpoint(f"config.json: quantization_config cannot be read ({error!r})") from error
+
+
+def _tensor_format(raw: Mapping[str, Any]) -> TensorFormat:
+    bits, group_size = int(raw["bits"]), int(raw.get("group_size", 0))
+    if bits not in (4, 8, 16) or (bits == 4 and group_size not in (32, 64, 128)):
+        raise ValueError(f"bits {bits}, group_size {group_size}")
+    return TensorFormat(bits, group_size, bool(raw.get("symmetric", True)))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a dense decoder. Sizes are counts of elements; `head_dim` is per head.
+
+    `quantization_config` is None for a checkpoint that was not packed by this program; `foreign_quantization` then
+    holds another tool's quantization_config, if there is one, for the reader that converts it.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope: RopeParameters
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_id: tuple[int, ...] = ()
+    quantization: QuantizationConfig | None = None
+    foreign_quantization: Mapping[str, Any] | None = None
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the query part of qkv_proj."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key part, and of the value part, of qkv_proj."""
+        return self.num_key_value_heads * self.head_dim
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """Read config.json's content, old (`rope_scaling`) and new (`rope_parameters`) spelling.
+
+        Raises:
+            BadCheckpoint: the architecture is unknown, a key is missing, or a value would be computed wrongly.
+        """
+        # A multimodal wrapper nests the language model; what is missing there stands at the top.
+        text = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), Mapping) else dict(raw)
+        model_type = str(raw.get("model_type", text.get("model_type")))
+        if model_type not in ARCHITECTURES:
+            reason = _KNOWN_UNSUPPORTED.get(model_type, f"known architectures are {', '.join(ARCHITECTURES)}")
+            raise BadCheckpoint(f"config.json: model_type {model_type!r} cannot be run: {reason}.")
+        _refuse_what_would_be_wrong(text)
+        attention_bias, qwen2 = bool(text.get("attention_bias", False)), model_type == "qwen2"
+        heads = _count(text, "num_attention_heads")
+        kv_heads = _count(text, "num_key_value_heads", heads)
+        head_dim = _count(text, "head_dim", _count(text, "hidden_size") // heads)
+        if heads % kv_heads or head_dim % 2:
+            raise BadCheckpoint(
+                f"config.json: num_attention_heads {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim} "
+                "do not divide as grouped-query attention with RoPE needs."
+            )
+        quantization = text.get("quantization_config")
+        ours = isinstance(quantization, Mapping) and quantization.get("quant_method") == "localchat"
+        max_position = _count(text, "max_position_embeddings")
+        return cls(
+            model_type=model_type,
+            hidden_size=_count(text, "hidden_size"),
+            intermediate_size=_count(text, "intermediate_size"),
+            num_hidden_layers=_count(text, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=_count(text, "vocab_size"),
+            rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
+            max_position_embeddings=max_position,
+            tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
+            rope=_rope(text, max_position),
+            qk_norm=model_type == "qwen3",
+            qkv_bias=qwen2 or attention_bias,
+            o_bias=attention_bias and not qwen2,
+            mlp_bias=bool(text.get("mlp_bias", False)) and model_type == "llama",
+            eos_token_id=token_ids(text.get("eos_token_id")),
+            quantization=QuantizationConfig.from_dict(quantization) if ours and quantization else None,
+            foreign_quantization=quantization if not ours and quantization else None,
+        )
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read `folder`/config.json.
+
+    Raises:
+        BadCheckpoint: the file is absent, is not JSON, or ModelConfig.from_dict refuses it.
+    """
+    return ModelConfig.from_dict(read_json(folder / "config.json"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        BadCheckpoint: the file is absent, unreadable, or holds something else than a JSON object.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadCheckpoint(
+            f"{path.parent}: there is no {path.name}, so this is not a complete model folder."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path}: cannot be read as JSON ({error}).") from error
+    if not isinstance(raw, dict):
+        raise BadCheckpoint(f"{path}: holds a JSON {type(raw).__name__}, wanted an object.")
+    return raw
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """An `eos_token_id` as configs write it (absent, one id, or a list) as a tuple."""
+    ids = value if isinstance(value, list) else [value]
+    return tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool))
+
+
+def _number(text: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = text.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise BadCheckpoint(f"config.json: {key} is {value!r}, wanted a positive number.")
+    return float(value)
+
+
+def _count(text: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _number(text, key, default)
+    if value != int(value):
+        raise BadCheckpoint(f"config.json: {key} is {value!r}, wanted a whole number.")
+    return int(value)
+
+
+def _refuse_what_would_be_wrong(text: Mapping[str, Any]) -> None:
+    """Values of known keys that would change the result in a way that is not implemented."""
+    wanted: dict[str, tuple[object, ...]] = {
+        "hidden_act": ("silu", "swish"),
+        "use_sliding_window": (False,),
+        "partial_rotary_factor": (1, 1.0),
+        "mlp_only_layers": ([],),
+        "is_encoder_decoder": (False,),
+        "pretraining_tp": (1, 0),
+        "rotary_pct": (1, 1.0),
+        "logit_scale": (1, 1.0),
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+        "num_experts": (0,),
+        "num_local_experts": (0, 1),
+    }
+    for key, allowed in wanted.items():
+        value = text.get(key)
+        if value is not None and value not in allowed:
+            raise BadCheckpoint(f"config.json: {key} = {value!r} is not implemented, the answers would be wrong.")
+    if text.get("use_sliding_window") is None and text.get("sliding_window") and text.get("model_type") == "llama":
+        raise BadCheckpoint(f"config.json: sliding_window = {text['sliding_window']!r} is not implemented.")
+    kinds = set(text.get("layer_types") or []) - {"full_attention"}
+    if kinds:
+        raise BadCheckpoint(f"config.json: layer_types has {', '.join(sorted(map(str, kinds)))}, not implemented here.")
+
+
+# Keys a RoPE record may carry. Another one could change the frequencies, so it is refused.
+_ROPE_KEYS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+}
+
+
+def _rope(text: Mapping[str, Any], max_position: int) -> RopeParameters:
+    """`rope_parameters` (new), or top-level `rope_theta` with `rope_scaling` (old, type key `type` or `rope_type`)."""
+    raw = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(raw, Mapping):
+        raise BadCheckpoint(f"config.json: rope parameters are a {type(raw).__name__}, wanted an object.")
+    raw = {k: v for k, v in raw.items() if v is not None}
+    rope_type = raw.pop("rope_type", raw.get("type", "default"))
+    raw.pop("type", None)
+    theta = _number({"rope_theta": raw.pop("rope_theta", text.get("rope_theta"))}, "rope_theta", 10000.0)
+    if rope_type not in _ROPE_KEYS:
+        raise BadCheckpoint(f"config.json: rope_type {rope_type!r} is not one of {', '.join(_ROPE_KEYS)}.")
+    if raw.pop("partial_rotary_factor", 1) != 1:
+        raise BadCheckpoint("config.json: a partial_rotary_factor other than 1 is not implemented for this family.")
+    if rope_type == "default":
+        raw.pop("factor", None)
+    raw.pop("max_position_embeddings", None)
+    unknown = set(raw) - _ROPE_KEYS[rope_type]
+    if unknown:
+        raise BadCheckpoint(f"config.json: {rope_type} RoPE with {', '.join(sorted(unknown))} is not implemented.")
+    if rope_type == "default":
+        return RopeParameters(rope_theta=theta)
+    factor = _number(raw, "factor")
+    attention = 0.1 * math.log(factor) + 1.0 if rope_type == "yarn" and factor > 1 else 1.0
+    original = _count(raw, "original_max_position_embeddings", max_position) if rope_type != "linear" else 0
+    return RopeParameters(
+        rope_type=rope_type,
+        rope_theta=theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=_number(raw, "beta_fast", 32.0),
+        beta_slow=_number(raw, "beta_slow", 1.0),
+        attention_factor=_number(raw, "attention_factor", attention),
+        truncate=bool(raw.get("truncate", True)),
+        low_freq_factor=_number(raw, "low_freq_factor", 1.0),
+        high_freq_factor=_number(raw, "high_freq_factor", 4.0),
+    )

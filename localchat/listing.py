@@ -1,0 +1,135 @@
+"""What `list`, `show` and `bench` print: a table for people, one JSON document with --json. Needs no torch."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localchat import registry, store
+from localchat.config import ModelConfig, QuantizationConfig, load_config
+from localchat.errors import ModelNotFound
+from localchat.ledger import Ledger, ledger, ledger_of_folder
+from localchat.prepare import registry_name, size_text, source_config
+from localchat.stats import memory_used
+from localchat.text_safety import one_line
+
+if TYPE_CHECKING:
+    from localchat.bench import BenchResult
+
+
+def print_models(*, as_json: bool, with_usage: bool) -> int:
+    """Everything that can be run: what is on the disk first, then what would be downloaded."""
+    stored = store.listing()
+    names = {model.name for model in stored}
+    rows = [
+        {"name": m.name, "size": m.nbytes, "quantization": describe_quantization(m.quantization), "path": str(m.path)}
+        for m in stored
+    ]
+    others = [e for e in registry.MODELS.values() if e.alias not in names and not e.unsupported]
+    rows += [{"name": e.alias, "size": ledger(e).weights, "quantization": "", "path": ""} for e in others]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    width = max(len(one_line(str(row["name"]))) for row in rows)
+    for row in rows:
+        here = one_line(str(row["quantization"])) + ", on this machine" if row["path"] else "not downloaded"
+        print(f"{one_line(str(row['name'])):<{width}}  {size_text(int(str(row['size']))):>8}  {here}")
+    if with_usage:
+        print("\nChat with one: localchat run NAME. `localchat --help` lists the commands.")
+    return 0
+
+
+def print_model(name: str, *, context: int | None, as_json: bool) -> int:
+    """The shape of a model, its quantisation and its memory ledger.
+
+    Raises:
+        ModelNotFound: it is neither here nor in the registry.
+    """
+    folder, config, entry = _lookup(name)
+    shape = config or entry
+    if shape is None:
+        near = registry.suggest(name)
+        hint = f"did you mean {near}?" if near else "`localchat pull` downloads a model from the hub first."
+        raise ModelNotFound(f"{one_line(name)} is neither on this machine nor a name that is known.", hint)
+    packed = folder is not None and config is not None and config.quantization is not None
+    table = ledger_of_folder(folder, context) if packed and folder else ledger(shape, context)
+    facts = _facts(name, folder, config, entry)
+    if as_json:
+        rows = [{"name": row.name, "bytes": row.nbytes} for row in table.rows]
+        memory = {"rows": rows, "total": table.total, "context": table.context}
+        print(json.dumps({**facts, "memory": memory}, indent=2))
+        return 0
+    for key, value in facts.items():
+        if value not in ("", None):
+            print(f"{key.replace('_', ' '):<26}{one_line(f'{value:,}' if type(value) is int else str(value))}")
+    print(f"\n{ledger_text(table)}")
+    return 0
+
+
+def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
+    """The figures of one measurement."""
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+        return 0
+    rows = (
+        ("model", f"{registry_name(name)} on {result.device}, {result.threads} threads"),
+        ("load", f"{result.load_seconds:.2f} s"),
+        ("prefill", f"{result.prefill_rate:.1f} tok/s over {result.prompt_tokens} tokens"),
+        ("decode", f"{result.decode_rate:.1f} tok/s over {result.decode_tokens} tokens"),
+        ("weights read per token", size_text(result.bytes_per_token)),
+        ("bandwidth while decoding", f"{result.bandwidth / 1e9:.1f} GB/s"),
+        ("memory of this process", size_text(result.memory_bytes)),
+    )
+    for key, value in rows:
+        print(f"{key:<26}{value}")
+    return 0
+
+
+def _lookup(name: str) -> tuple[Path | None, ModelConfig | None, registry.Entry | None]:
+    """Where a model is (None: not here), its config, and its registry entry."""
+    path = store.as_path(name)
+    entry = registry.lookup(name) if path is None else None
+    folder = path if path and path.is_dir() else store.find(name)
+    if folder is not None:
+        return folder, load_config(folder), entry
+    return path, source_config(path) if path else None, entry
+
+
+def _facts(name: str, folder: Path | None, config: ModelConfig | None, entry: registry.Entry | None) -> dict[str, Any]:
+    shape: Any = config or entry
+    quantization = config.quantization if config else None
+    keys = (
+        "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+        "vocab_size max_position_embeddings tie_word_embeddings"
+    )
+    return {
+        "name": registry_name(name),
+        "hub_id": entry.hub_id if entry else "",
+        "path": str(folder or ""),
+        "quantization": describe_quantization(quantization) if quantization else "",
+        "source": str(quantization.source.get("id", "")) if quantization else "",
+        **{key: getattr(shape, key) for key in keys.split()},
+        "notice": entry.notice if entry else "",
+        "cannot_be_run": entry.unsupported if entry else "",
+    }
+
+
+def describe_config(config: ModelConfig) -> str:
+    """The quantisation of a model in a few words."""
+    return describe_quantization(config.quantization) if config.quantization else "not quantised"
+
+
+def describe_quantization(quantization: QuantizationConfig) -> str:
+    """As in "INT4 groups of 32, scale + min"."""
+    form = quantization.default
+    if form.bits != 4:
+        return f"INT{form.bits}" if form.bits == 8 else "unquantised"
+    return f"INT4 groups of {form.group_size}, {'symmetric' if form.symmetric else 'scale + min'}"
+
+
+def ledger_text(table: Ledger) -> str:
+    """The ledger as aligned lines, with the largest context that this machine's memory holds."""
+    total = memory_used()[1]
+    rows = [(row.name + (" (host)" if row.on_host else ""), size_text(row.nbytes)) for row in table.rows]
+    rows += [("total", size_text(table.total)), ("memory of this machine", size_text(total))]
+    rows.append(("largest context that fits", f"{table.largest_context(total):,} tokens"))
+    return "\n".join(f"{name:<26}{value:>12}" for name, value in rows)

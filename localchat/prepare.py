@@ -1,0 +1,207 @@
+"""From what the user calls a model to a packed folder: looks in the cache, downloads, quantises, and says so.
+
+This is where the command line reaches into `quantize`. Notices and progress go to stderr; bars only to a terminal.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localchat import registry, store
+from localchat.config import ModelConfig, load_config
+from localchat.errors import ModelNotFound, UsageError, UserError
+from localchat.text_safety import one_line
+from localchat.transfer import Fetched, Notice, Plan
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from localchat.quantize.convert import Recipe
+
+# A person is asked before more than this is downloaded.
+LARGE_DOWNLOAD = 2_000_000_000
+
+
+def packed_folder(name: str, *, offline: bool, yes: bool) -> Path:
+    """The packed folder of MODEL `name`; what is missing is downloaded and quantised by rounding, into the cache.
+
+    Raises:
+        ModelNotFound: there is no such model, or it could not be had.
+        UserError: it cannot be run, or the user does not want the download.
+    """
+    path = store.as_path(name)
+    if path is None:
+        announce(name)
+    elif path.is_dir() and store.is_packed(path):
+        return path
+    if found := store.find(name):
+        return found
+    source = store.local_source(path) if path else fetch(name, offline=offline, yes=yes)
+    return _rounded(source, title=registry_name(name))
+
+
+def announce(name: str) -> None:
+    """Say what the registry has to say about `name`.
+
+    Raises:
+        UserError: the model is known and cannot be run.
+    """
+    entry = registry.lookup(name)
+    if entry is None:
+        return
+    if entry.notice:
+        say(entry.notice)
+    if entry.unsupported:
+        raise UserError(f"{entry.hub_id} cannot be run: {entry.unsupported}.")
+
+
+def registry_name(name: str) -> str:
+    """`name`, safe to print; a path without its folders."""
+    path = store.as_path(name)
+    return one_line(path.resolve().name if path else name)
+
+
+def fetch(name: str, *, offline: bool, yes: bool) -> Fetched:
+    """Download a model by alias or hub id, with its size announced before and a bar meanwhile.
+
+    Raises:
+        ModelNotFound: see hub.fetch.
+        UserError: the user declined, or the disk is too small.
+    """
+    from localchat import hub
+
+    with ExitStack() as stack:
+        records = hub.fetch(name, offline=offline)
+        stack.enter_context(closing(records))  # type: ignore[type-var]
+        bar = None
+        for record in records:
+            if isinstance(record, Fetched):
+                return record
+            if isinstance(record, Notice):
+                say(record.text)
+            elif isinstance(record, Plan):
+                say(f"downloading {one_line(record.source_id)}, {size_text(record.missing_bytes)}")
+                _confirm(record, yes=yes)
+            else:
+                if bar is None:  # not before the question, whose line it would draw over
+                    bar = stack.enter_context(progress_bar())
+                    task = bar.add_task("downloading")
+                bar.update(task, completed=record.done_bytes, total=record.total_bytes)
+    raise ModelNotFound(f"{one_line(name)} was not downloaded.")
+
+
+def _confirm(plan: Plan, *, yes: bool) -> None:
+    """Ask before a large download, if somebody is there to answer."""
+    if yes or plan.missing_bytes < LARGE_DOWNLOAD or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    print("continue? [Y/n] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
+        raise UserError("nothing was downloaded.", "-y downloads without asking.")
+
+
+def _rounded(source: Fetched, title: str) -> Path:
+    """The packed folder of `source` in the cache, converted by plain rounding if it is not there."""
+    from localchat.quantize.convert import default_recipe
+
+    config = source_config(source.path)
+    recipe = replace(default_recipe(config, source.path), search=False)
+    out = store.target(source, repr(recipe))
+    if store.is_locked(out):
+        say(f"another localchat is quantising {title}: waiting for it")
+    with store.locked(out):
+        if not (out.is_dir() and store.is_packed(out)):
+            say(f"quantising {title} to INT4 by rounding, once")
+            run_conversion(source, out, recipe, overwrite=False)
+    return out
+
+
+def source_config(path: Path) -> ModelConfig:
+    """The config of a checkpoint that is on the disk, a folder or a .gguf."""
+    if path.is_dir():
+        return load_config(path)
+    from localchat.quantize.convert import open_source
+
+    with open_source(path) as source:
+        return source.model_config
+
+
+def run_conversion(source: Fetched, out: Path, recipe: "Recipe", *, overwrite: bool) -> None:
+    """Convert with a bar. An interruption leaves nothing behind."""
+    from localchat.quantize.convert import convert
+
+    steps = convert(source.path, out, recipe, overwrite=overwrite, source_id=source.source_id, revision=source.revision)
+    with progress_bar() as bar, closing(steps):  # type: ignore[type-var]
+        task = bar.add_task("quantising", total=None)
+        for step in steps:
+            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
+
+
+def quantize(args: argparse.Namespace) -> Path:
+    """The `quantize` command: convert with searched scales into --output, or into the cache; returns the folder.
+
+    Raises:
+        UsageError: the source is packed already, or the recipe has no meaning.
+        UserError: see packed_folder.
+    """
+    path = store.as_path(args.source)
+    if path is None:
+        announce(args.source)
+    elif path.is_dir() and store.is_packed(path):
+        raise UsageError(f"{one_line(args.source)} is quantised already.", "give the checkpoint that it was made from.")
+    out = Path(args.output).expanduser() if args.output else None
+    if out and out.exists() and not args.overwrite:
+        raise UserError(f"{one_line(args.output)} exists already.", "choose another folder or pass --overwrite.")
+    source = store.local_source(path) if path else fetch(args.source, offline=args.offline, yes=args.yes)
+    recipe = _recipe(args, source.path)
+    if out is None:
+        out = store.target(source, repr(recipe))
+    with store.locked(out):
+        run_conversion(source, out, recipe, overwrite=args.overwrite)
+    return out
+
+
+def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
+    """The default for the model, with what the flags say."""
+    from localchat.quantize.convert import default_recipe
+
+    given = {
+        "group_size": args.group_size,
+        "symmetric": args.symmetric,
+        "max_shard_size": args.max_shard_size,
+        "keep": tuple(args.keep) or None,
+    }
+    return replace(
+        default_recipe(source_config(source), source), **{name: v for name, v in given.items() if v is not None}
+    )
+
+
+def say(text: str) -> None:
+    """One notice on stderr."""
+    print(f"localchat: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def size_text(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+@contextmanager
+def progress_bar() -> Iterator["Progress"]:
+    """A rich bar on stderr that is gone when it is done; silent where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar

@@ -1,0 +1,138 @@
+"""One use of a model: loads it into a Chat, then answers one prompt or opens the chat at the terminal."""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localchat import ledger, parameters, slash
+from localchat.chat import Chat
+from localchat.checkpoint import load_model
+from localchat.config import ModelConfig, load_config, read_json
+from localchat.engine import Engine
+from localchat.errors import DoesNotFit, UsageError
+from localchat.listing import describe_config, ledger_text
+from localchat.prepare import registry_name, say, size_text
+from localchat.stats import memory_used
+from localchat.statusline import stats_block
+from localchat.stream import Look, console_for, printer_for, stream_reply
+from localchat.template import ChatTemplate
+from localchat.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A loaded model: its conversation, and what the terminal says about it. `load_seconds` is wall time."""
+
+    chat: Chat
+    banner: str
+    about: slash.About
+    look: Look
+    load_seconds: float
+    seed_is_fixed: bool
+
+
+def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
+    """Load the packed model in `folder` for `run`'s arguments.
+
+    Raises:
+        UserError: the folder is damaged, the context does not fit, or a file of it makes no sense.
+    """
+    start = time.perf_counter()
+    config = load_config(folder)
+    context = context_length(args.ctx, config, folder)
+    generation = folder / "generation_config.json"
+    flags = sampling_flags(args)
+    sampling = parameters.sampling_for(flags, read_json(generation) if generation.exists() else {})
+    name = registry_name(args.model)
+    with loading(name):
+        tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
+        engine = Engine(load_model(folder), context, vocab_size=tokenizer.vocab_size)
+    chat = Chat(
+        engine,
+        tokenizer,
+        template,
+        sampling,
+        system=args.system,
+        max_tokens=args.max_tokens,
+        stop=args.stop or (),
+        template_variables={} if args.think is None else {"enable_thinking": args.think},
+    )
+    device = str(engine.model.device)
+    used, total = memory_used(device)
+    summary = f"{name} - {describe_config(config)} - context {context:,} - {used / 1e9:.1f}/{total / 1e9:.1f} GB"
+    return Opened(
+        chat=chat,
+        banner=f"{summary}\n/help for commands, Ctrl-D to leave",
+        about=slash.About(info=f"{summary}\n{folder}", memory=ledger_text(ledger.ledger_of_folder(folder, context))),
+        look=Look(args.color, hide_thinking=args.hide_thinking, verbose=args.verbose, device=device),
+        load_seconds=time.perf_counter() - start,
+        seed_is_fixed="seed" in flags,
+    )
+
+
+def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Field -> value of the sampling flags that were given (the parser leaves the others out)."""
+    fields = {p.field for p in parameters.PARAMETERS} - {"max_tokens", "stop"}
+    return {name: value for name, value in vars(args).items() if name in fields}
+
+
+def context_length(wanted: int | None, config: ModelConfig, folder: Path) -> int:
+    """The context in tokens: what was asked for, or DEFAULT_CONTEXT, within the model's limit and the memory.
+
+    Raises:
+        UsageError: more was asked for than the model was trained for.
+        DoesNotFit: memory does not hold the model with this context.
+    """
+    limit, total = config.max_position_embeddings, memory_used()[1]
+    if wanted is not None and wanted > limit:
+        raise UsageError(f"--ctx {wanted:,} is more than the {limit:,} tokens that this model was made for.")
+    largest = ledger.ledger_of_folder(folder, 1).largest_context(total)
+    if largest < (wanted or 1):
+        raise DoesNotFit(
+            f"the model and a context of {wanted or 1:,} tokens do not fit into {size_text(total)} of memory.",
+            f"--ctx {largest} fits." if largest else "take a smaller model (`localchat list`).",
+        )
+    return wanted or min(limit, DEFAULT_CONTEXT, largest)
+
+
+def answer(opened: Opened, prompt: str, args: argparse.Namespace) -> int:
+    """Answer one prompt on stdout: 0, or 130 where Ctrl-C stopped it."""
+    reply = stream_reply(opened.chat.reply(prompt), printer_for(opened.look))
+    if reply.last is not None and args.verbose:
+        print(stats_block(reply.last.stats, opened.chat.sampling.seed, opened.load_seconds), file=sys.stderr)
+    if reply.last is not None and reply.last.finish_reason == "context":
+        say("the answer stops here because the context is full")
+    return 130 if reply.interrupted else 0
+
+
+def converse(opened: Opened, args: argparse.Namespace) -> int:
+    """The chat at the terminal, until the user leaves it."""
+    from localchat import terminal
+
+    history, notice = terminal.open_history()
+    if notice:
+        say(notice)
+    commands = slash.SlashCommands(opened.chat, opened.about, seed_is_fixed=opened.seed_is_fixed)
+    repl = terminal.Repl(opened.chat, commands, console_for(opened.look), opened.look, terminal.prompt_session(history))
+    return repl.run(opened.banner)
+
+
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[None]:
+    """A spinner on stderr while the model loads; nothing where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(Text(f"loading {name}")):
+        yield

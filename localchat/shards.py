@@ -1,0 +1,164 @@
+"""The safetensors files of a model folder, opened safely: which tensor lies where, and one tensor at a time.
+
+A folder comes from the network, so nothing in it is trusted: a shard is named by a plain file name (an index cannot
+point outside the folder), pickle files are never opened, and every header is checked by the safetensors library before
+a tensor is read. Tensors are mapped, not copied: memory is touched only where it is used.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from localchat.config import read_json
+from localchat.errors import BadCheckpoint
+
+INDEX_NAME = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Shards:
+    """The open safetensors files of one folder. Use `open_shards`; close it, or use it as a context manager.
+
+    `names` maps every tensor's name to the file that holds it.
+    """
+
+    def __init__(self, names: Mapping[str, Path], files: Mapping[Path, Any], stack: ExitStack) -> None:
+        self.names = dict(names)
+        self._files = files
+        self._stack = stack
+
+    def get(self, name: str) -> Tensor:
+        """The tensor `name` as stored, on the CPU, backed by the mapped file.
+
+        Raises:
+            BadCheckpoint: no shard holds it, or its bytes cannot be read.
+        """
+        path = self._path(name)
+        with _translated(path):
+            tensor: Tensor = self._files[path].get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of `name`, read from the header alone."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype of `name` as safetensors spells it ("BF16", "F32", "I32", "F8_E4M3", ...)."""
+        return str(self._slice(name).get_dtype())
+
+    def close(self) -> None:
+        """Release the files. Tensors already returned stay valid."""
+        self._stack.close()
+        self._files = {}
+
+    def __enter__(self) -> "Shards":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _path(self, name: str) -> Path:
+        try:
+            return self.names[name]
+        except KeyError:
+            raise BadCheckpoint(f"The model folder holds no tensor named {name}: it is incomplete.") from None
+
+    def _slice(self, name: str) -> Any:
+        path = self._path(name)
+        with _translated(path):
+            return self._files[path].get_slice(name)
+
+
+def open_shards(folder: Path) -> Shards:
+    """Open every safetensors file of `folder` and map tensor names to files, through the index where there is one.
+
+    Raises:
+        BadCheckpoint: a file is missing, damaged, outside the folder, or the folder holds pickle files only.
+    """
+    index = _find_index(folder)
+    wanted = _read_index(index) if index else None
+    paths = sorted({folder / file for file in wanted.values()}) if wanted is not None else _all_shards(folder)
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        held: dict[Path, set[str]] = {}
+        for path in paths:
+            files[path] = stack.enter_context(_open(path, index))
+            held[path] = set(files[path].keys())
+        names = _indexed(folder, wanted, held) if wanted is not None else _merged(held)
+        return Shards(names, files, stack.pop_all())
+
+
+def _find_index(folder: Path) -> Path | None:
+    """The index file; its usual name first, since some repositories carry the index of a second format as well."""
+    found = sorted(folder.glob("*.safetensors.index.json"))
+    usual = folder / INDEX_NAME
+    return usual if usual in found else next(iter(found), None)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """`weight_map` of an index: tensor name -> file name, each a plain name inside the folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadCheckpoint(f"{index}: has no weight_map of tensor names to file names.")
+    for name, file in weight_map.items():
+        # Files themselves may be links (the hub's cache is made of them); a name may not leave the folder.
+        if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\:\0"):
+            raise BadCheckpoint(f"{index}: {name} is said to lie in {file!r}, which is not a file of this folder.")
+    return weight_map
+
+
+def _all_shards(folder: Path) -> list[Path]:
+    """Every safetensors file of a folder without index, or the reason why there is none."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if paths:
+        return paths
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise BadCheckpoint(
+            f"{folder}: holds only pickle files ({pickles[0]}), which can run code and are never loaded here; "
+            "use a repository with .safetensors files, or convert it with transformers' save_pretrained."
+        )
+    raise BadCheckpoint(f"{folder}: there is no .safetensors file, so this is not a model folder.")
+
+
+def _open(path: Path, index: Path | None) -> Any:
+    if not path.is_file():
+        named = f" although {index.name} names it" if index else ""
+        raise BadCheckpoint(f"{path.parent}: the file {path.name} is missing{named}; download the model again.")
+    with _translated(path):
+        return safe_open(path, framework="pt")
+
+
+def _indexed(folder: Path, wanted: Mapping[str, str], held: Mapping[Path, set[str]]) -> dict[str, Path]:
+    names = {name: folder / file for name, file in wanted.items()}
+    for name, path in names.items():
+        if name not in held[path]:
+            raise BadCheckpoint(f"{path}: does not hold {name}, which the index says it does; download it again.")
+    return names
+
+
+def _merged(held: Mapping[Path, set[str]]) -> dict[str, Path]:
+    names: dict[str, Path] = {}
+    for path, tensors in held.items():
+        for name in tensors:
+            if name in names:
+                raise BadCheckpoint(
+                    f"{path.parent}: the tensor {name} is in both {names[name].name} and {path.name}, and no index "
+                    "says which one counts."
+                )
+            names[name] = path
+    return names
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """The safetensors library's errors, and the system's, as one sentence that names the file."""
+    try:
+        yield
+    except (SafetensorError, OSError, AttributeError) as error:
+        raise BadCheckpoint(f"{path}: is damaged or not a safetensors file ({error}).") from error

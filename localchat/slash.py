@@ -1,0 +1,130 @@
+"""The slash commands of the chat: text in, text to show out. They are never sent to the model.
+
+`run` returns what is to be printed, or None where the chat is to end; it prints nothing itself.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from localchat import parameters
+from localchat.chat import Chat
+from localchat.errors import UsageError
+from localchat.text_safety import one_line, visible
+
+HELP = """\
+/help, /?            this text
+/clear               forget the conversation, keep the system prompt
+/set                 the parameters now
+/set NAME VALUE      set a parameter, as in /set temp 0.2
+/set system TEXT     set the system prompt (clears the conversation)
+/show info           the model; also /show parameters, /show system, /show memory
+/bye, /exit, /quit   end the chat, as Ctrl-D does
+
+Enter sends. Alt-Enter, Ctrl-J or a \\ at the end of a line make a new line; so does Enter between \"\"\" and \"\"\".
+Ctrl-C stops a reply. A message that starts with / is written with //."""
+
+SHOWN = ("info", "parameters", "system", "memory")
+NAMES = ("/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show")
+
+
+@dataclass(frozen=True)
+class About:
+    """What /show can say of the model: a few lines each, made when it was loaded."""
+
+    info: str
+    memory: str
+
+
+def is_command(text: str) -> bool:
+    """Whether a message is a slash command ("//..." is text)."""
+    return text.startswith("/") and not text.startswith("//")
+
+
+def unescaped(text: str) -> str:
+    """The message that a text stands for: a doubled slash at its start is one."""
+    return text[1:] if text.startswith("//") else text
+
+
+class SlashCommands:
+    """The commands over one chat. `seed_is_fixed` turns true once the user sets a seed."""
+
+    def __init__(self, chat: Chat, about: About, *, seed_is_fixed: bool) -> None:
+        self._chat, self._about = chat, about
+        self.seed_is_fixed = seed_is_fixed
+
+    def run(self, text: str) -> str | None:
+        """Do what `text` says and return what to show, or None to leave the chat.
+
+        Raises:
+            UsageError: the command, its argument or a value is not understood; nothing has changed.
+        """
+        name, _, rest = text.strip().partition(" ")
+        commands: dict[str, Callable[[str], str]] = {
+            "/?": self._help,
+            "/help": self._help,
+            "/clear": self._clear,
+            "/set": self._set,
+            "/show": self._show,
+        }
+        if name in ("/bye", "/exit", "/quit"):
+            return None
+        if name not in commands:
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f"did you mean {near[0]}?" if near else "/help lists the commands, // starts a message with a slash."
+            raise UsageError(f"there is no command {one_line(name)!r}.", hint)
+        return commands[name](rest.strip())
+
+    def _help(self, _rest: str) -> str:
+        return HELP
+
+    def _clear(self, _rest: str) -> str:
+        self._chat.clear()
+        return "cleared"
+
+    def _set(self, rest: str) -> str:
+        if not rest:
+            return self._parameters()
+        name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
+        value = value.strip()
+        if name == "system":
+            return self._set_system(value)
+        parameter = parameters.find(name)
+        if not value:
+            raise UsageError(f"/set {parameter.names[0]} needs a value.", f"try: /set {parameter.names[0]} VALUE")
+        parsed = parameters.parse(parameter, value)
+        if parameter.field == "max_tokens":
+            self._chat.max_tokens = parsed
+        elif parameter.field == "stop":
+            self._chat.stop = (parsed,)
+        else:
+            self._chat.sampling = replace(self._chat.sampling, **{parameter.field: parsed})
+            self.seed_is_fixed = self.seed_is_fixed or parameter.field == "seed"
+        return f"{parameter.names[0]} = {visible(value)}"
+
+    def _set_system(self, text: str) -> str:
+        self._chat.system = text.removeprefix('"""').removesuffix('"""').strip() or None
+        self._chat.clear()
+        return f"{'system prompt set' if self._chat.system else 'no system prompt'}, conversation cleared"
+
+    def _parameters(self) -> str:
+        values = asdict(self._chat.sampling)
+        values |= {"max_tokens": self._chat.max_tokens, "stop": list(self._chat.stop) or None}
+        if not self.seed_is_fixed:
+            values["seed"] = "drawn for each reply"
+        rows = []
+        for parameter in parameters.PARAMETERS:
+            value = values[parameter.field]
+            rows.append(f"{parameter.names[0]:<18} {'not set' if value is None else visible(str(value))}")
+        return "\n".join(rows)
+
+    def _show(self, rest: str) -> str:
+        if rest == "parameters":
+            return self._parameters()
+        if rest == "system":
+            return visible(self._chat.system or "there is no system prompt")
+        if rest == "memory":
+            return self._about.memory
+        if rest in ("", "info"):
+            return self._about.info
+        raise UsageError(f"there is nothing called {one_line(rest)!r} to show.", f"there are {', '.join(SHOWN)}.")

@@ -1,0 +1,68 @@
+"""The numbers of a reply as text: the live bottom line, the line that stays, Ollama's block."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localchat.stats import Stats, memory_used
+
+if TYPE_CHECKING:
+    from localchat.chat import Chunk
+
+_BAR_WIDTH = 20
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What is left of a reply when it was printed: the last chunk (None if there was none), and whether it was cut."""
+
+    last: "Chunk | None"
+    interrupted: bool
+
+
+def status_line(stats: Stats, device: str) -> str:
+    """The numbers of a running reply: speed, time to first token, tokens, context, memory."""
+    parts = [f"{stats.decode_rate:.1f} tok/s"] if stats.generated_tokens > 1 else []
+    parts += [f"ttft {stats.ttft_seconds:.2f} s", f"{stats.generated_tokens:,} tok"]
+    if stats.context_size:
+        parts.append(f"ctx {100 * stats.context_used / stats.context_size:.0f} %")
+    used, total = memory_used(device)
+    return " - ".join([*parts, f"{used / 1e9:.1f}/{total / 1e9:.1f} GB"])
+
+
+def prefill_line(stats: Stats) -> str:
+    """The bar while the prompt is read: share, tokens, speed, time left."""
+    total = max(stats.prompt_tokens - stats.cached_tokens, 1)
+    done = min(stats.prefilled_tokens, total)
+    bar = "#" * (_BAR_WIDTH * done // total)
+    parts = [f"prefill [{bar:-<{_BAR_WIDTH}}] {100 * done // total} %", f"{done:,}/{total:,} tok"]
+    if stats.prefill_rate > 0:
+        parts += [f"{stats.prefill_rate:.0f} tok/s", f"{(total - done) / stats.prefill_rate:.0f} s left"]
+    return " - ".join(parts)
+
+
+def closing_line(reply: Reply, device: str) -> str:
+    """The line that stays after a reply; says why it ended, unless the model ended it."""
+    if reply.last is None:
+        return ""
+    if reply.interrupted:
+        why = " - interrupted"
+    else:
+        reasons = {"length": " - stopped at the limit of tokens", "context": " - stopped, the context is full"}
+        why = reasons.get(reply.last.finish_reason or "", "")
+    return status_line(reply.last.stats, device) + why
+
+
+def stats_block(stats: Stats, seed: int, load_seconds: float = 0.0) -> str:
+    """The figures of a reply, laid out as Ollama's --verbose does."""
+    rows = (
+        ("total duration", f"{load_seconds + stats.ttft_seconds + stats.decode_seconds:.3f}s"),
+        ("load duration", f"{load_seconds:.3f}s"),
+        ("prompt eval count", f"{stats.prefilled_tokens} token(s), {stats.cached_tokens} more were cached"),
+        ("prompt eval duration", f"{stats.prefill_seconds:.3f}s"),
+        ("prompt eval rate", f"{stats.prefill_rate:.2f} tokens/s"),
+        ("eval count", f"{stats.generated_tokens} token(s)"),
+        ("eval duration", f"{stats.decode_seconds:.3f}s"),
+        ("eval rate", f"{stats.decode_rate:.2f} tokens/s"),
+        ("seed", str(seed)),
+    )
+    return "\n".join(f"{name + ':':<22}{value}" for name, value in rows)

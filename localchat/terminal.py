@@ -1,0 +1,197 @@
+"""The chat on a terminal: reads messages with prompt_toolkit, prints replies with `stream`, keeps both going.
+
+Keys become text here and slash commands end here; the model sees messages only. Only this file needs prompt_toolkit.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import Output
+from rich.console import Console
+from rich.text import Text
+
+from localchat import parameters, slash
+from localchat.chat import Chat
+from localchat.errors import UserError
+from localchat.failures import failure_of
+from localchat.statusline import stats_block
+from localchat.stream import Look, printer_for, stream_reply
+from localchat.text_safety import visible
+
+LEAVE_SECONDS = 2.0
+_QUOTES = '"""'
+
+
+class Repl:
+    """One chat at a terminal; `run` returns the process's exit code."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        commands: slash.SlashCommands,
+        console: Console,
+        look: Look,
+        session: PromptSession[str],
+    ) -> None:
+        self._chat, self._commands, self._console, self._look = chat, commands, console, look
+        self._session = session
+        self._given_back = ""  # a message whose turn was interrupted before it began
+
+    def run(self, banner: str) -> int:
+        """Read and answer until the user leaves: 0 after Ctrl-D or /bye, 130 after two Ctrl-C."""
+        self._say(banner)
+        hinted = -LEAVE_SECONDS
+        while True:
+            try:
+                text = self._session.prompt(">>> ", default=self._given_back)
+            except KeyboardInterrupt:
+                if time.monotonic() - hinted < LEAVE_SECONDS:
+                    return 130
+                hinted = time.monotonic()
+                self._say("Ctrl-D or /bye to leave, or Ctrl-C again")
+                continue
+            except EOFError:
+                return 0
+            self._given_back = ""
+            if not self._handle(text):
+                return 0
+
+    def _handle(self, text: str) -> bool:
+        """One entry; False where it ends the chat."""
+        text = unquoted(text)
+        if not text.strip():
+            return True
+        if not slash.is_command(text):
+            self._answer(slash.unescaped(text))
+            return True
+        try:
+            shown = self._commands.run(text)
+        except UserError as error:
+            shown = str(failure_of(error))
+        if shown is not None:
+            self._say(shown)
+        return shown is not None
+
+    def _answer(self, text: str) -> None:
+        """One turn. Whatever goes wrong in it, the chat has rolled it back, and goes on."""
+        if not self._commands.seed_is_fixed:
+            self._chat.sampling = replace(self._chat.sampling, seed=parameters.draw_seed())
+        turns = len(self._chat.messages)
+        try:
+            reply = stream_reply(self._chat.reply(text), printer_for(self._look, self._console))
+        except KeyboardInterrupt:  # the second Ctrl-C within a reply
+            self._say("interrupted")
+            return
+        except Exception as error:  # noqa: BLE001 - a fault inside a turn is told, it does not end the chat
+            self._say(f"{failure_of(error)}\n(the message was not kept: Up brings it back)")
+            return
+        if reply.interrupted and len(self._chat.messages) == turns:
+            self._given_back = text
+        if reply.last is not None and self._look.verbose:
+            self._say(stats_block(reply.last.stats, self._chat.sampling.seed))
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def unquoted(text: str) -> str:
+    '''The message inside """ and """; other text as it is.'''
+    inner = text.strip()
+    if len(inner) >= 2 * len(_QUOTES) and inner.startswith(_QUOTES) and inner.endswith(_QUOTES):
+        return inner.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
+    return text
+
+
+def is_open(text: str) -> bool:
+    '''Whether `text` has opened a """ block (at its start, or as a value of /set) and not closed it.'''
+    return text.lstrip().startswith((_QUOTES, f"/set system {_QUOTES}")) and text.count(_QUOTES) % 2 == 1
+
+
+def prompt_session(history: History, *, input: Input | None = None, output: Output | None = None) -> PromptSession[str]:
+    """The line editor, with this program's keys. `input` and `output` are the terminal where not given."""
+    return PromptSession(
+        history=history,
+        key_bindings=key_bindings(),
+        multiline=True,
+        prompt_continuation="... ",
+        completer=SlashCompleter(),
+        complete_while_typing=False,
+        enable_open_in_editor=False,
+        input=input,
+        output=output,
+    )
+
+
+def key_bindings() -> KeyBindings:
+    """Enter sends, the new-line keys, and what Ctrl-C does at the prompt."""
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _enter(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\") and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        elif is_open(buffer.text):
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    @keys.add("c-c")
+    @keys.add("<sigint>")
+    def _ctrl_c(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    return keys
+
+
+class SlashCompleter(Completer):
+    """Tab: the slash commands, and after /set and /show what they take."""
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """The names that continue the last word before the cursor."""
+        text = document.text_before_cursor
+        *before, word = text.split(" ")
+        if not text.startswith("/") or "\n" in text:
+            return
+        candidates: dict[tuple[str, ...], Iterable[str]] = {
+            (): slash.NAMES,
+            ("/show",): slash.SHOWN,
+            ("/set",): (*parameters.NAMES, "parameter", "system"),
+            ("/set", "parameter"): parameters.NAMES,
+        }
+        for name in candidates.get(tuple(before), ()):
+            if name.startswith(word):
+                yield Completion(name, start_position=-len(word))
+
+
+def open_history() -> tuple[History, str]:
+    """The history file in the user's state folder, readable by the user alone, and a notice where it cannot be used."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "localchat"
+    path = folder / "history"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        with suppress(PermissionError):  # it belongs to someone else, who has shared it on purpose
+            path.chmod(0o600)
+    except OSError as error:
+        return InMemoryHistory(), f"the history is not kept: {visible(str(path))}: {os.strerror(error.errno or 0)}"
+    return FileHistory(str(path)), ""

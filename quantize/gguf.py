@@ -1,0 +1,183 @@
+"""A .gguf file as a conversion's source: llama.cpp's single-file format, read back into Hugging Face terms.
+
+The `gguf` package parses the file and turns its block formats into floats. Here, metadata becomes a config.json,
+tensor names become transformers', and the row permutation that llama.cpp applies to the query and key matrices of
+llama-architecture files is undone (it rotates neighbouring pairs, transformers rotates halves).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTensor
+from gguf.quants import Q4_K, dequantize
+from torch import Tensor
+
+from localchat.config import ModelConfig
+from localchat.errors import BadCheckpoint
+from localchat.quantize.gguf_config import Metadata, config_from, generation_config_from
+from localchat.quantize.source import Grid, Source
+
+_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Frequencies that follow from the config (checked in gguf_config.py).
+_DERIVED = ("rope_freqs.weight",)
+_GRIDS_OF_32 = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K)
+
+
+class _Reader(GGUFReader):
+    """The package's reader, except that a value which lies past the end of the file is an error.
+
+    numpy cuts a slice short in silence, so that a damaged length would be looped over without an end.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+            raise ValueError(f"the file ends before byte {offset + int(count) * np.dtype(dtype).itemsize}")
+        return super()._get(offset, dtype, count, override_order)
+
+
+class GGUFSource(Source):
+    """See `Source`. Construct with `open_gguf`."""
+
+    kind = "gguf"
+
+    def __init__(self, path: Path, reader: GGUFReader) -> None:
+        self.name = str(path)
+        self._metadata = Metadata(path, reader)
+        stored = {tensor.name: tensor for tensor in reader.tensors}
+        self.config = config_from(self._metadata, stored)
+        self.model_config = ModelConfig.from_dict(self.config)
+        self._tensors = {canonical_name(name): tensor for name, tensor in stored.items() if name not in _DERIVED}
+        self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+        layers = [t for name, t in self._tensors.items() if name.startswith("layers.") and len(t.shape) == 2]
+        self.coarse_grid = 2 * sum(t.tensor_type in _GRIDS_OF_32 for t in layers) > len(layers)
+
+    def read(self, name: str) -> Tensor:
+        """See Source.read: F16 and BF16 as they are, every other type as fp32."""
+        tensor = self._tensors[name]
+        with _translated(Path(self.name), f"the tensor {tensor.name}"):
+            weight = _to_torch(tensor)
+        return self._in_order(name, weight)
+
+    def grid(self, name: str) -> Grid | None:
+        """See Source.grid."""
+        found = _grid_of(self._tensors[name])
+        return None if found is None else (self._in_order(name, found[0]), self._in_order(name, found[1]))
+
+    def nbytes(self, name: str) -> int:
+        """See Source.nbytes."""
+        return int(self._tensors[name].n_bytes)
+
+    def files(self) -> dict[str, bytes]:
+        """See Source.files: rebuilt from the metadata."""
+        from localchat.quantize.gguf_tokenizer import tokenizer_files
+
+        generation = generation_config_from(self._metadata)
+        return {**tokenizer_files(self._metadata), "generation_config.json": json.dumps(generation, indent=2).encode()}
+
+    def digest(self) -> str:
+        """See Source.digest."""
+        index = {n: [t.tensor_type.name, [int(x) for x in t.shape]] for n, t in self._tensors.items()}
+        return hashlib.sha256(json.dumps([self.config, index], sort_keys=True).encode()).hexdigest()
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        """`rows` of a tensor in transformers' order."""
+        heads = {"q": self.model_config.num_attention_heads, "k": self.model_config.num_key_value_heads}
+        for part, count in heads.items():
+            if self.model_config.model_type == "llama" and f".self_attn.{part}_proj." in name:
+                return unpermuted(rows, count)
+        return rows
+
+    def close(self) -> None:
+        """See Source.close: the map of the file goes with its last tensor."""
+        self._tensors = {}
+
+
+def open_gguf(path: Path) -> GGUFSource:
+    """Open a .gguf file.
+
+    Raises:
+        BadCheckpoint: it is damaged, one part of several, or of an architecture that would be computed wrongly.
+    """
+    with _translated(path, "its header"):
+        reader = _Reader(path)
+    return GGUFSource(path, reader)
+
+
+def canonical_name(name: str) -> str:
+    """ "blk.3.attn_q.weight" -> "layers.3.self_attn.q_proj.weight"; an unknown name stays as it is."""
+    stem, _, kind = name.rpartition(".")
+    layer = ""
+    if stem.startswith("blk."):
+        _, number, stem = (*stem.split(".", 2), "")[:3]
+        layer = f"layers.{number}."
+    return f"{layer}{_NAMES[stem]}.{kind}" if stem in _NAMES else name
+
+
+def unpermuted(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a query or key matrix [heads * d, K], or its bias [heads * d], from llama.cpp's order to transformers'.
+
+    Row 2j + h of a head's file rows is row j + h * d/2 in transformers.
+    """
+    rows = weight.shape[0]
+    if rows % (2 * heads):
+        raise BadCheckpoint(f"A query or key matrix has {rows} rows, which are not {heads} heads of an even size.")
+    return weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _to_torch(tensor: ReaderTensor) -> Tensor:
+    """A stored tensor as bf16, fp16 or fp32, in a copy of its own."""
+    data, kind = tensor.data, tensor.tensor_type
+    if kind in (GGMLQuantizationType.F16, GGMLQuantizationType.F32):
+        return torch.from_numpy(np.array(data))
+    if kind == GGMLQuantizationType.BF16:
+        return torch.from_numpy(np.array(data).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(dequantize(data, kind))
+
+
+def _grid_of(tensor: ReaderTensor) -> Grid | None:
+    """The scales and mins of the 4-bit block formats, from the first bytes of their blocks."""
+    kind = tensor.tensor_type
+    if kind not in _GRIDS_OF_32 or len(tensor.shape) != 2:
+        return None
+    blocks = tensor.data.reshape(len(tensor.data), -1, GGML_QUANT_SIZES[kind][1])
+    first, second = (np.array(blocks[..., i : i + 2]).view(np.float16).astype(np.float32) for i in (0, 2))
+    if kind == GGMLQuantizationType.Q4_0:  # w = d * (code - 8)
+        scales, mins = first, -8 * first
+    elif kind == GGMLQuantizationType.Q4_1:  # w = d * code + m
+        scales, mins = first, second
+    else:  # Q4_K: w = d * s * code - dmin * m with s and m of six bits for each 32 of the 256 weights
+        s, m = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
+        scales, mins = first * s.reshape(*first.shape[:2], 8), -second * m.reshape(*first.shape[:2], 8)
+    return torch.from_numpy(scales.reshape(len(blocks), -1)), torch.from_numpy(mins.reshape(len(blocks), -1))
+
+
+@contextmanager
+def _translated(path: Path, what: str) -> Iterator[None]:
+    """The package's errors on damaged input as one sentence."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise BadCheckpoint(f"{path}: {what} cannot be used ({error}).") from error
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
+        raise BadCheckpoint(f"{path}: {what} is damaged or this is not a GGUF file ({error}).") from error

@@ -1,0 +1,147 @@
+"""How a checkpoint is stored: the recipe a person chooses, and the plan that follows from it.
+
+A plan lists the matrices of the packed folder: which of the source's are stacked into one (q, k, v into qkv_proj; gate,
+up into gate_up_proj: one product instead of three and two), and in which format each is kept.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
+from localchat.errors import UsageError
+from localchat.kernels.int4_packing import GROUP_SIZES, LAYOUT, VERSION, group_size_for
+from localchat.quantize.source import Source
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to store the matrices. keep: (regex, bits) pairs for matrix names such as "layers.0.mlp.down_proj"; bits 8 or
+    16; the first that matches counts. max_shard_size in bytes. search: look for better scales than plain rounding's.
+    """
+
+    group_size: int = 128
+    symmetric: bool = True
+    keep: tuple[tuple[str, int], ...] = ()
+    max_shard_size: int = 5_000_000_000
+    search: bool = True
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of the packed folder: its parts in the source, stacked along the rows, and its format.
+
+    shape: [N, K]. norm: the norm in front of it, whose squared gain is the energy of its inputs, or "".
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    shape: tuple[int, int]
+    format: TensorFormat
+    bias: bool = False
+    norm: str = ""
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse a recipe that has no meaning.
+
+    Raises:
+        UsageError: naming the value.
+    """
+    if recipe.group_size not in GROUP_SIZES:
+        raise UsageError(f"group size {recipe.group_size} is not one of {', '.join(map(str, GROUP_SIZES))}.")
+    if recipe.max_shard_size <= 0:
+        raise UsageError(f"a shard size of {recipe.max_shard_size} bytes has no meaning.")
+    for pattern, bits in recipe.keep:
+        if bits not in (8, 16):
+            raise UsageError(f"--keep {pattern}: {bits} bits are not possible, wanted 8 or 16.")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(f"--keep {pattern}: is not a regular expression ({error}).") from error
+
+
+def plan(config: ModelConfig, recipe: Recipe) -> list[Matrix]:
+    """The matrices of the packed folder in the order of the forward pass.
+
+    Raises:
+        UsageError: a `keep` pattern matches none of them.
+    """
+    hidden, inter, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    rows8 = TensorFormat(8)
+    matrices = [Matrix("embed_tokens", ("embed_tokens",), (vocab, hidden), rows8)]
+    for i in range(config.num_hidden_layers):
+        layer = f"layers.{i}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        qkv = tuple(f"{attention}.{x}_proj" for x in "qkv")
+        gate_up = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        n_qkv = config.q_size + 2 * config.kv_size
+        int4_h, int4_q, int4_i = (_format_for(k, recipe) for k in (hidden, config.q_size, inter))
+        norm1, norm2 = f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"
+        matrices += [
+            Matrix(f"{attention}.qkv_proj", qkv, (n_qkv, hidden), int4_h, config.qkv_bias, norm1),
+            Matrix(f"{attention}.o_proj", (f"{attention}.o_proj",), (hidden, config.q_size), int4_q, config.o_bias),
+            Matrix(f"{mlp}.gate_up_proj", gate_up, (2 * inter, hidden), int4_h, config.mlp_bias, norm2),
+            Matrix(f"{mlp}.down_proj", (f"{mlp}.down_proj",), (hidden, inter), int4_i, config.mlp_bias),
+        ]
+    if not config.tie_word_embeddings:
+        matrices.append(Matrix("lm_head", ("lm_head",), (vocab, hidden), rows8))
+    return _with_kept(matrices, recipe)
+
+
+def packed_config(
+    source: Source, matrices: list[Matrix], recipe: Recipe, source_id: str, revision: str
+) -> dict[str, Any]:
+    """config.json of the packed folder: the source's, flat, with our quantization_config."""
+    default = TensorFormat(4, recipe.group_size, recipe.symmetric)
+    always = {"embed_tokens", "lm_head"}
+    exceptions = {m.name: m.format for m in matrices if m.format != default or m.name in always}
+    origin = {
+        "id": source_id or Path(source.name).name,
+        "revision": revision,
+        "format": source.kind,
+        "sha256": source.digest(),
+        "search": recipe.search,
+    }
+    raw = dict(source.config)
+    text = raw.pop("text_config", None) or {}
+    flat = {**raw, **text}
+    for key in ("quantization_config", "auto_map", "_name_or_path", "vision_config"):
+        flat.pop(key, None)
+    flat["dtype"] = flat.pop("torch_dtype", None) or flat.get("dtype") or "bfloat16"
+    flat["model_type"] = source.model_config.model_type
+    flat["head_dim"] = source.model_config.head_dim
+    flat["tie_word_embeddings"] = source.model_config.tie_word_embeddings
+    flat["quantization_config"] = QuantizationConfig(LAYOUT, VERSION, default, exceptions, origin).to_dict()
+    return flat
+
+
+def _format_for(k: int, recipe: Recipe) -> TensorFormat:
+    """INT4 in the largest group that divides K, or INT8 rows where none does."""
+    group_size = group_size_for(k, recipe.group_size)
+    return TensorFormat(8) if group_size is None else TensorFormat(4, group_size, recipe.symmetric)
+
+
+def _with_kept(matrices: list[Matrix], recipe: Recipe) -> list[Matrix]:
+    used: set[str] = set()
+    result = []
+    for matrix in matrices:
+        for pattern, bits in recipe.keep:
+            if re.search(pattern, matrix.name):
+                matrix = replace(matrix, format=TensorFormat(bits))
+                used.add(pattern)
+                break
+        result.append(matrix)
+    for pattern, _ in recipe.keep:
+        if pattern not in used:
+            raise UsageError(f"--keep {pattern}: matches no matrix; their names are like {matrices[1].name}.")
+    return result
+
+
+def upper_size(matrix: Matrix) -> int:
+    """The most bytes a matrix takes in the packed folder."""
+    n, k = matrix.shape
+    if matrix.format.bits == 4:
+        return n * k // 2 + n * (k // matrix.format.group_size) * (2 if matrix.format.symmetric else 4)
+    return n * k * (4 if matrix.format.bits == 16 else 1) + 4 * n

@@ -1,0 +1,110 @@
+"""The folder a conversion writes: never half there, never in the place of something that is not ours.
+
+Everything goes to `NAME.partial` beside the final place, which is renamed when it is complete. A lock on that folder
+keeps two conversions of the same model apart; it goes away with the process, so a killed run leaves no trap.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from localchat.config import read_json
+from localchat.errors import BadCheckpoint, UserError
+
+# The names a conversion writes.
+_OURS = re.compile(r"shard-\d+|model-\d+-of-\d+\.safetensors|[a-z_.]+\.json|chat_template\.jinja")
+
+
+def check_target(source: Path, out: Path, overwrite: bool) -> None:
+    """Refuse an output folder that exists (unless it is a packed folder to overwrite) or touches the source.
+
+    Raises:
+        UserError: saying which.
+    """
+    here, there = source.resolve(), out.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise UserError(f"{out}: the output may not be the source, inside it, or around it; choose another folder.")
+    if not out.exists() and not out.is_symlink():
+        return
+    if not overwrite:
+        raise UserError(f"{out}: exists already; choose another folder or pass --overwrite.")
+    if not is_packed_folder(out):
+        raise UserError(f"{out}: is not a packed model folder, so it is not overwritten; choose another folder.")
+
+
+def is_packed_folder(folder: Path) -> bool:
+    """Whether `folder` is a complete folder that this program wrote."""
+    try:
+        quantization = read_json(folder / "config.json").get("quantization_config")
+    except BadCheckpoint:
+        return False
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "localchat"
+
+
+def check_space(out: Path, wanted: int) -> None:
+    """Refuse to start what the disk of `out` has no room for; `wanted` in bytes.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    place = next(p for p in out.resolve().parents if p.exists())
+    free = shutil.disk_usage(place).free
+    if free < wanted:
+        raise UserError(f"{place}: has {free / 1e9:.1f} GB free, the packed model needs {wanted / 1e9:.1f} GB.")
+
+
+@contextmanager
+def partial_folder(out: Path) -> Iterator[Path]:
+    """`out`.partial, empty and ours alone; removed when anything goes wrong before it was moved into place.
+
+    Raises:
+        UserError: another process is writing it, or it holds files that no conversion writes.
+    """
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with _locked(partial):
+        left = list(partial.iterdir())  # from a run that was killed
+        foreign = [path for path in left if not _OURS.fullmatch(path.name) or path.is_dir()]
+        if foreign:
+            raise UserError(f"{partial}: is in the way and holds {foreign[0].name}; move it or choose another output.")
+        for path in left:
+            path.unlink()
+        try:
+            yield partial
+        except BaseException:  # also Ctrl-C and a generator that is closed
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def move_into_place(partial: Path, out: Path) -> None:
+    """Make the complete folder final; an old one at `out` (checked before) is removed once the new one stands there."""
+    old = out.with_name(out.name + ".old")
+    if is_packed_folder(old):  # from a run that was killed between the two renames
+        shutil.rmtree(old)
+    if out.exists():
+        out.rename(old)
+    partial.rename(out)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """An exclusive lock on `folder` for this process, where the system has such locks."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process is writing this model; wait for it.") from None
+    finally:
+        os.close(handle)

@@ -1,0 +1,107 @@
+"""The references are the specification, so each is held against an independent formulation, mostly torch's own."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from localchat.kernels.attention import attention_reference
+from localchat.kernels.int4_matmul import int4_matmul_reference
+from localchat.kernels.int4_packing import pack
+from localchat.kernels.int8_embedding import int8_embedding_reference
+from localchat.kernels.int8_matmul import int8_matmul_reference
+from localchat.kernels.rms_norm import rms_norm_reference
+from localchat.kernels.rope_kv_write import rope_kv_write_reference
+from localchat.kernels.swiglu import swiglu_reference
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def relative(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((out.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def test_rms_norm() -> None:
+    x, weight = torch.randn(5, 96) * 30, torch.randn(96)
+    assert relative(rms_norm_reference(x, weight, 1e-5), F.rms_norm(x, (96,), weight, 1e-5)) < 1e-6
+    rounded = rms_norm_reference(x.bfloat16(), weight.bfloat16(), 1e-5)
+    assert rounded.dtype == torch.bfloat16
+    exact = F.rms_norm(x.bfloat16().double(), (96,), weight.bfloat16().double(), 1e-5)
+    assert relative(rounded, exact) < 2.5e-3  # rounding to bf16 alone is 1.7e-3
+
+
+def test_swiglu() -> None:
+    gate, up = torch.randn(3, 40), torch.randn(3, 40)
+    assert relative(swiglu_reference(torch.cat((gate, up), -1)), gate / (1 + torch.exp(-gate)) * up) < 1e-6
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int4_matmul(symmetric: bool) -> None:
+    codes, scales = torch.randint(0, 16, (24, 128)), torch.rand(24, 4)
+    mins = None if symmetric else torch.randn(24, 4)
+    bias, x = torch.randn(24), torch.randn(3, 128)
+    offset = 8 if symmetric else 0
+    weight = (codes - offset).float() * scales.repeat_interleave(32, 1)
+    if mins is not None:
+        weight += mins.repeat_interleave(32, 1)
+    assert relative(int4_matmul_reference(x, pack(codes), scales, mins, bias), F.linear(x, weight, bias)) < 1e-6
+
+
+def test_int8_matmul_and_embedding_agree_on_the_rows() -> None:
+    weight, scales = torch.randint(-127, 128, (50, 32), dtype=torch.int8), torch.rand(50)
+    rows, x, bias = weight.float() * scales[:, None], torch.randn(2, 32), torch.randn(50)
+    assert relative(int8_matmul_reference(x, weight, scales, bias), F.linear(x, rows, bias)) < 1e-6
+    ids = torch.tensor([49, 0, 7])
+    assert torch.equal(int8_embedding_reference(ids, weight, scales, torch.float32), rows[ids])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start", "q_heads", "kv_heads"), [(1, 0, 4, 4), (1, 30, 6, 2), (7, 5, 6, 1), (37, 0, 9, 3)]
+)
+def test_attention_is_causal_over_prefix_and_chunk(tokens: int, start: int, q_heads: int, kv_heads: int) -> None:
+    q, length = torch.randn(tokens, q_heads, 16), start + tokens
+    keys, values = torch.full((2, kv_heads, length + 9, 16), float("nan"))
+    keys[:, :length], values[:, :length] = torch.randn(2, kv_heads, length, 16)
+    positions = torch.arange(start, length)
+    mask = torch.arange(length) <= positions[:, None]
+    wanted = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None, :, :length], values[None, :, :length], attn_mask=mask, enable_gqa=True
+    )
+    wanted = wanted[0].transpose(0, 1).reshape(tokens, -1)
+    assert relative(attention_reference(q, keys, values, positions), wanted) < 1e-6
+
+
+def test_attention_in_query_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values = torch.randn(37, 6, 16), torch.randn(2, 40, 16), torch.randn(2, 40, 16)
+    whole = attention_reference(q, keys, values, torch.arange(3, 40))
+    monkeypatch.setattr("localchat.kernels.attention._MAX_SCORES", 6 * 40 * 5)
+    assert relative(attention_reference(q, keys, values, torch.arange(3, 40)), whole) < 1e-6
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_rope_rotates_pairs_and_writes_only_its_rows(normed: bool) -> None:
+    tokens, q_heads, kv_heads, dim = 3, 4, 2, 8
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim)
+    positions = torch.tensor([4, 5, 6])
+    angles = torch.rand(tokens, dim // 2)
+    q_norm, k_norm = (torch.randn(dim), torch.randn(dim)) if normed else (None, None)
+    keys, values = torch.full((2, kv_heads, 10, dim), float("nan"))
+    cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((-angles, angles), -1).sin()
+    q = rope_kv_write_reference(qkv, q_norm, k_norm, 1e-6, cos, sin, positions, keys, values)
+
+    heads = qkv.view(tokens, -1, dim)
+
+    def rotated(part: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        part = part if norm is None else F.rms_norm(part, (dim,), norm, 1e-6)
+        pairs = torch.complex(part[..., : dim // 2], part[..., dim // 2 :])  # a rotation is a complex product
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((turned.real, turned.imag), -1)
+
+    assert relative(q, rotated(heads[:, :q_heads], q_norm)) < 1e-6
+    assert relative(keys[:, 4:7].transpose(0, 1), rotated(heads[:, q_heads:-kv_heads], k_norm)) < 1e-6
+    assert torch.equal(values[:, 4:7].transpose(0, 1), heads[:, -kv_heads:])
+    untouched = [0, 1, 2, 3, 7, 8, 9]
+    assert bool(keys[:, untouched].isnan().all())
+    assert bool(values[:, untouched].isnan().all())

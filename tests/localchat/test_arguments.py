@@ -1,0 +1,92 @@
+"""Flags, their other names, and values that are refused with a sentence."""
+
+from typing import Any
+
+import pytest
+
+from localchat.arguments import COMMANDS, overview, parse_command_line
+from localchat.errors import UsageError
+
+
+def run(*words: str) -> Any:
+    return parse_command_line(["run", "m", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["--temp", "0.5"], "temperature", 0.5),
+        (["--temperature=0.5"], "temperature", 0.5),
+        (["--top-k", "3"], "top_k", 3),
+        (["--repeat-penalty", "1.1"], "repetition_penalty", 1.1),
+        (["--presence-penalty", "-0.5"], "presence_penalty", -0.5),
+        (["-n", "7"], "max_tokens", 7),
+        (["--num-predict", "7"], "max_tokens", 7),
+        (["--max-new-tokens", "-1"], "max_tokens", None),
+        (["-c", "9"], "ctx", 9),
+        (["--num-ctx", "9"], "ctx", 9),
+        (["--ctx-size", "9"], "ctx", 9),
+        (["--stop", "a", "--stop", "b"], "stop", ["a", "b"]),
+        (["-s", "x"], "system", "x"),
+        (["--think"], "think", True),
+        (["--no-think"], "think", False),
+        ([], "think", None),
+        (["a", "--offline", "b"], "prompt", ["a", "b"]),
+        (["--", "--a"], "prompt", ["--a"]),
+    ],
+)
+def test_run(words: list[str], field: str, value: Any) -> None:
+    assert getattr(run(*words), field) == value
+
+
+def test_sampling_flags_that_are_not_given_are_absent() -> None:
+    assert not hasattr(run(), "temperature")
+
+
+def test_other_names_of_commands() -> None:
+    assert parse_command_line(["chat", "m"]).command == "run"
+    assert parse_command_line(["ls"]).command == "list"
+    assert parse_command_line(["quantise", "m"]).command == "quantize"
+    assert parse_command_line([]).command == ""
+    assert parse_command_line(["--debug", "run", "m"]).debug
+
+
+def test_quantize() -> None:
+    words = ["quantize", "src", "-o", "out", "--group-size", "64", "--min", "--max-shard-size", "1.5GB", "--overwrite"]
+    args = parse_command_line([*words, "--keep", "a=b=bf16", "--keep", "lm_head=int8"])
+    assert (args.source, args.output, args.group_size, args.symmetric) == ("src", "out", 64, False)
+    assert (args.keep, args.max_shard_size, args.overwrite) == ([("a=b", 16), ("lm_head", 8)], 1_500_000_000, True)
+    assert parse_command_line(["quantize", "src", "--max-shard-size", "2GiB"]).max_shard_size == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence", "hint"),
+    [
+        (["rum"], "there is no command 'rum'.", "did you mean `localchat run`?"),
+        (["run", "m", "--tempp", "1"], "there is no flag '--tempp'", "did you mean --temp?"),
+        (["run", "m", "--tempp=1"], "there is no flag '--tempp'", "did you mean --temp?"),
+        (["run", "m", "--top-p", "2"], "top_p is 2.0, it must be between 0 and 1.", ""),
+        (["run", "m", "-c", "0"], "'0' is not a positive whole number.", ""),
+        (["run", "m", "--color", "red"], "invalid choice: 'red'", ""),
+        (["pull", "a", "b"], "'b' is one argument too many for `localchat pull`.", ""),
+        (["quantize", "m", "--keep", "x=fp8"], "'x=fp8' is not REGEX=bf16 or REGEX=int8.", ""),
+        (["quantize", "m", "--keep", "(=int8"], "'(' is not a regular expression", ""),
+        (["quantize", "m", "--group-size", "48"], "invalid choice: 48", ""),
+        (["quantize", "m", "--max-shard-size", "big"], "'big' is not a size such as 5GB", ""),
+        (["bench"], "`localchat bench` needs MODEL.", "`localchat bench --help`"),
+    ],
+)
+def test_usage_errors(words: list[str], sentence: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(words)
+    assert sentence in str(caught.value)
+    assert hint in caught.value.hint
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(f"\n  {command}" in overview() for command in COMMANDS)
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            parse_command_line([command, "--help"])
+        assert caught.value.code == 0
+        assert f"usage: localchat {command}" in capsys.readouterr().out

@@ -1,0 +1,154 @@
+"""The ledger's arithmetic against published figures, and its reading of real files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from localchat import engine
+from localchat.cache import KVCache
+from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
+from localchat.errors import BadCheckpoint
+from localchat.ledger import PREFILL_CHUNK, Ledger, kv_bytes_per_token, ledger, ledger_of_folder, state_bytes
+from localchat.ops import CpuOps
+from localchat.registry import MODELS
+
+BIG = MODELS["qwen3.5-27b"]
+
+
+def rows(table: Ledger) -> dict[str, int]:
+    """Row name up to its first comma -> bytes."""
+    return {row.name.partition(",")[0]: row.nbytes for row in table.rows}
+
+
+def test_the_27b_in_gb() -> None:
+    table = rows(ledger(BIG, 8192, device="cuda"))
+    assert (table["INT4 weights"] + table["scales"]) / 1e9 == pytest.approx(12.55, abs=0.01)
+    assert table["embedding"] == table["lm_head"] == 248320 * 5120 + 248320 * 4
+    assert table["KV cache"] == 8192 * 65536
+    gates, convolution = 2 * 48 * 5120, 10240 * 4
+    linear, full = gates + convolution + 2 * 48 + 128 + 2 * 5120, 2 * 256 + 2 * 5120
+    assert table["norms and biases"] == 2 * (48 * linear + 16 * full + 5120)
+    assert table["recurrent state"] / 1e6 == pytest.approx(154, abs=0.1)
+
+
+def test_total_counts_the_card_only() -> None:
+    card, host = ledger(BIG, 8192, device="cuda"), ledger(BIG, 8192, device="cpu")
+    snapshots = next(row for row in card.rows if row.name.startswith("snapshots"))
+    assert snapshots.on_host
+    assert snapshots.nbytes <= 4 << 30
+    assert card.total == sum(row.nbytes for row in card.rows) - snapshots.nbytes
+    assert host.total == sum(row.nbytes for row in host.rows)
+    assert card.total < 16.8e9
+
+
+@pytest.mark.parametrize(("alias", "kibibytes"), [("qwen3.5-0.8b", 12), ("qwen3.5-4b", 32), ("qwen3.5-27b", 64)])
+def test_kv_bytes_per_token(alias: str, kibibytes: int) -> None:
+    assert kv_bytes_per_token(MODELS[alias], "cuda") == kibibytes * 1024
+    assert kv_bytes_per_token(MODELS[alias], "cpu") == 2 * kibibytes * 1024  # fp32 there
+
+
+def test_kv_counts_every_layer_of_an_ordinary_model() -> None:
+    assert kv_bytes_per_token(MODELS["qwen3-8b"], "cuda") == 2 * 36 * 8 * 128 * 2
+    assert state_bytes(MODELS["qwen3-8b"]) == 0
+
+
+@pytest.mark.parametrize(("alias", "mebibytes"), [("qwen3.5-0.8b", 18), ("qwen3.5-9b", 48), ("qwen3.5-27b", 144)])
+def test_recurrent_state_without_its_convolution(alias: str, mebibytes: int) -> None:
+    entry = MODELS[alias]
+    convolution = entry.layer_types.count("linear_attention") * (4096 + entry.linear_num_value_heads * 128) * 3 * 2
+    assert state_bytes(entry) - convolution == mebibytes << 20
+
+
+def test_small_model_gets_groups_of_32_with_min_and_no_second_head() -> None:
+    table = rows(ledger(MODELS["smollm2-135m"], 1024))
+    matrices = 30 * (576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536)
+    assert table["INT4 weights"] == matrices // 2
+    assert table["scales"] == matrices // 32 * 4
+    assert "lm_head" not in table
+    assert "CUDA context" not in table
+    assert table["norms and biases"] == (61 * 576) * 2
+
+
+def test_qwen2_counts_biases_and_qwen3_its_head_norms() -> None:
+    qwen2, qwen3 = MODELS["qwen2.5-7b"], MODELS["qwen3-8b"]
+    assert rows(ledger(qwen2, 1))["norms and biases"] == 2 * (57 * 3584 + 28 * (3584 + 2 * 512))
+    assert rows(ledger(qwen3, 1))["norms and biases"] == 2 * (73 * 4096 + 36 * 2 * 128)
+
+
+def test_recorded_formats_count() -> None:
+    entry = MODELS["qwen3-8b"]
+    down = {f"layers.{i}.mlp.down_proj": TensorFormat(8) for i in range(36)}
+    down["layers.0.self_attn.o_proj"] = TensorFormat(16)
+    formats = QuantizationConfig("any", 1, TensorFormat(4, 64), down | {"embed_tokens": TensorFormat(8)})
+    table = rows(ledger(ModelConfig.from_dict(entry.config_dict()), 1, formats))
+    assert table["INT8 weights"] == 36 * 4096 * 12288
+    assert table["unquantised weights"] == 4096 * 4096 * 2
+    assert table["lm_head"] == 151936 * 4096 // 2 + 151936 * 4096 // 64 * 2
+
+
+def test_largest_context() -> None:
+    table = ledger(BIG, 8192, device="cuda")
+    assert table.largest_context(table.total) == 8192
+    assert table.largest_context(table.total + 65536 - 1) == 8192
+    assert table.largest_context(table.total + 65536) == 8193
+    assert table.largest_context(10**9) == 0
+    assert table.largest_context(10**12) == 262144
+
+
+def test_context_defaults_to_the_models_own() -> None:
+    assert ledger(MODELS["qwen3-8b"]).context == 40960
+
+
+def packed_folder(folder: Path) -> Path:
+    """A folder with the rows of a packed model, of no particular model's sizes."""
+    config = MODELS["qwen2.5-7b"].config_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"embed_tokens.weight": np.zeros((10, 4), np.int8), "embed_tokens.scales": np.zeros(10, np.float32)},
+              folder / "model-00001-of-00002.safetensors")  # fmt: skip
+    tensors = {
+        "lm_head.weight": np.zeros((10, 4), np.float16),
+        "norm.weight": np.zeros(4, np.float16),
+        "layers.0.mlp.down_proj.qweight": np.zeros((8, 4), np.int32),
+        "layers.0.mlp.down_proj.scales": np.zeros((8, 1), np.float16),
+        "layers.0.mlp.down_proj.mins": np.zeros((8, 1), np.float16),
+        "layers.0.self_attn.qkv_proj.weight": np.zeros((6, 5), np.int8),
+        "layers.0.self_attn.qkv_proj.scales": np.zeros(6, np.float32),
+        "layers.0.self_attn.qkv_proj.bias": np.zeros(6, np.float16),
+        "layers.0.self_attn.o_proj.weight": np.zeros((3, 3), np.float32),
+    }
+    save_file(tensors, folder / "model-00002-of-00002.safetensors")
+    return folder
+
+
+def test_folder_takes_the_tensors_that_are_there(tmp_path: Path) -> None:
+    table = rows(ledger_of_folder(packed_folder(tmp_path), 100))
+    assert table["embedding"] == 40 + 40
+    assert table["lm_head"] == 80
+    assert table["norms and biases"] == 8 + 12
+    assert table["INT4 weights"] == 128
+    assert table["scales"] == 16 + 16 + 24
+    assert table["INT8 weights"] == 30
+    assert table["unquantised weights"] == 36
+    assert table["KV cache"] == 100 * 2 * 28 * 4 * 128 * 4
+
+
+def test_folder_with_a_damaged_header_is_refused_by_name(tmp_path: Path) -> None:
+    packed_folder(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(BadCheckpoint, match="model-00002-of-00002"):
+        ledger_of_folder(tmp_path)
+
+
+def test_the_prefill_chunk_is_the_engines() -> None:
+    assert PREFILL_CHUNK == engine.PREFILL_CHUNK
+
+
+def test_the_cache_is_as_large_as_the_ledger_says() -> None:
+    entry = MODELS["smollm2-135m"]
+    config = ModelConfig.from_dict(entry.config_dict())
+    cache = KVCache(config, 100, dtype=CpuOps.cache_dtype, device=torch.device("cpu"))
+    assert cache.nbytes == 100 * kv_bytes_per_token(entry, "cpu")

@@ -1,0 +1,201 @@
+"""The model against transformers: same dequantised weights, fp32, within 1e-3 of the largest logit.
+
+Tiny random checkpoints of each family go the whole way: saved as safetensors, packed, loaded. transformers gets the
+packed weights back in fp32, so the comparison sees the model and nothing of the quantisation. Norms, biases and
+embeddings are random too: as initialised (1 and 0) they would hide faults.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from localchat.cache import KVCache
+from localchat.checkpoint import load_model
+from localchat.engine import Engine
+from localchat.kernels.int4_packing import dequantize, dequantize_rows
+from localchat.model import Model
+from localchat.ops import ReferenceOps
+from localchat.quantize.convert import Recipe, convert
+from localchat.sampling import Sampling
+
+TOLERANCE = 1e-3
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-biases": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 64}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN}),
+}
+
+
+def make_reference(family: str, **overrides: Any) -> Any:
+    """A tiny random transformers model; every tensor differs from its initial value."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 320,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    config = getattr(transformers, f"{family}Config")(**{**shape, **overrides})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.5 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * (1.0 if "embed" in name or "bias" in name else 0.15))
+    return model
+
+
+def dequantized(folder: Path) -> dict[str, Tensor]:
+    """The packed folder's tensors in fp32, under transformers' names, fused rows still fused."""
+    stored: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        stored.update(load_file(file))
+    plain = {}
+    for name, tensor in stored.items():
+        base, _, kind = name.rpartition(".")
+        if kind == "qweight":
+            plain[f"{base}.weight"] = dequantize(tensor, stored[f"{base}.scales"], stored.get(f"{base}.mins"))
+        elif kind == "weight" and tensor.dtype == torch.int8:
+            plain[name] = dequantize_rows(tensor, stored[f"{base}.scales"])
+        elif kind in ("weight", "bias"):
+            plain[name] = tensor.float()
+    return plain
+
+
+def give_packed_weights(reference: Any, folder: Path) -> None:
+    """Load the packed weights into the transformers model, splitting the fused matrices."""
+    config, state = reference.config, {}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    for name, tensor in dequantized(folder).items():
+        if "qkv_proj" in name:
+            parts = zip("qkv", tensor.split([q, kv, kv]), strict=True)
+            state.update({"model." + name.replace("qkv", p): t for p, t in parts})
+        elif "gate_up_proj" in name:
+            parts = zip(("gate", "up"), tensor.chunk(2), strict=True)
+            state.update({"model." + name.replace("gate_up", p): t for p, t in parts})
+        else:
+            state[name if name.startswith("lm_head") else "model." + name] = tensor
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    reference.load_state_dict(state)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model, Path]:
+    """(transformers model, our model, packed folder) with the same weights."""
+    family, overrides = CASES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = make_reference(family, **overrides)
+    reference.save_pretrained(folder / "hf")
+    for _ in convert(folder / "hf", folder / "packed", Recipe(group_size=32, symmetric="qwen" in request.param)):
+        continue
+    give_packed_weights(reference, folder / "packed")
+    return reference, load_model(folder / "packed", ops=ReferenceOps()), folder / "packed"
+
+
+def run_in_chunks(model: Model, ids: Tensor, borders: list[int]) -> Tensor:
+    """Logits of every position, with the forward called once per chunk."""
+    cache = KVCache(model.config, len(ids), dtype=model.ops.cache_dtype, device=model.device)
+    rows = []
+    with torch.inference_mode():
+        for start, end in zip([0, *borders], [*borders, len(ids)], strict=True):
+            rows.append(model(ids[start:end], torch.arange(start, end), cache))
+            cache.append(end - start)
+        return model.logits(torch.cat(rows))
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [[], [70, 83], [1, 2, 3, 130], list(range(1, 150))],
+    ids=["prefill", "chunked prefill", "odd chunks", "step decode"],
+)
+def test_logits_equal_transformers(pair: tuple[Any, Model, Path], borders: list[int]) -> None:
+    reference, model, _ = pair
+    ids = torch.randint(0, 320, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = reference(ids[None]).logits[0]
+    error = (run_in_chunks(model, ids, borders) - wanted).abs().max() / wanted.abs().max()
+    assert float(error) < TOLERANCE
+
+
+def test_greedy_ids_equal_transformers_over_64_tokens(pair: tuple[Any, Model, Path]) -> None:
+    reference, model, _ = pair
+    prompt = torch.arange(5, 25)
+    wanted = reference.generate(prompt[None], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)[
+        0, len(prompt) :
+    ].tolist()
+    engine = Engine(model, 128)
+    for _ in engine.prefill(prompt.tolist()):
+        continue
+    assert list(engine.generate(Sampling(temperature=0.0), (), 64)) == wanted
+
+
+def test_every_tensor_moves_the_logits(pair: tuple[Any, Model, Path]) -> None:
+    """Perturb each stored tensor in turn: a tensor that is not read, or read in the wrong place, would not show."""
+    _, model, _ = pair
+    ids = torch.arange(0, 320, 2)
+    before = run_in_chunks(model, ids, [])
+    for name, tensor in model.state_dict().items():
+        kept = tensor.clone()
+        with torch.inference_mode():
+            if tensor.dtype == torch.int32:
+                tensor ^= 0x11111111  # every code moves by one
+            elif tensor.dtype == torch.int8:
+                tensor.copy_(torch.where(kept > 0, kept - 20, kept + 20))
+            else:
+                tensor += 0.2 * kept.abs().mean() * torch.randn(kept.shape, generator=torch.Generator().manual_seed(0))
+        moved = (run_in_chunks(model, ids, []) - before).abs().max() / before.abs().max()
+        with torch.inference_mode():
+            tensor.copy_(kept)
+        assert float(moved) > 10 * TOLERANCE, name
+    assert torch.equal(run_in_chunks(model, ids, []), before)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("partial_rotary_factor", 0.5),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+        ("rope_scaling", {"type": "yarn", "factor": 2.0, "mscale": 0.7}),
+        ("model_type", "qwen3_moe"),
+        ("num_key_value_heads", 4),
+        ("rms_norm_eps", "small"),
+        ("vocab_size", 0.5),
+    ],
+)
+def test_a_config_value_that_would_be_computed_wrongly_is_refused_by_name(
+    key: str, value: object, config_error: Callable[[dict[str, Any]], str]
+) -> None:
+    base = make_reference("Qwen2").config.to_dict()
+    base.pop("rope_parameters" if key == "rope_scaling" else key, None)
+    sentence = config_error({**base, key: value})
+    assert key.replace("rope_scaling", "rope").split("_")[0] in sentence.lower()

@@ -1,0 +1,117 @@
+"""Slash commands over a chat without a model."""
+
+from typing import Any
+
+import pytest
+
+from localchat import slash
+from localchat.chat import Chat
+from localchat.errors import UsageError
+from localchat.sampling import Sampling
+
+
+@pytest.fixture
+def chat() -> Chat:
+    nothing: Any = None
+    return Chat(nothing, nothing, nothing, Sampling(seed=5), system="Be brief.")
+
+
+@pytest.fixture
+def commands(chat: Chat) -> slash.SlashCommands:
+    return slash.SlashCommands(chat, slash.About(info="the model", memory="the ledger"), seed_is_fixed=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("/set temp 0.25", "temperature", 0.25),
+        ("/set parameter top_k 40", "top_k", 40),
+        ("/set repeat_penalty 1.1", "repetition_penalty", 1.1),
+        ("/set presence-penalty -1", "presence_penalty", -1.0),
+        ("/set min_p 0.05", "min_p", 0.05),
+        ("/set seed 9", "seed", 9),
+    ],
+)
+def test_set_sampling(commands: slash.SlashCommands, chat: Chat, text: str, field: str, value: float) -> None:
+    assert commands.run(text) is not None
+    assert getattr(chat.sampling, field) == value
+    assert commands.seed_is_fixed == (field == "seed")
+    commands.run("/set top_p 0.5")
+    assert commands.seed_is_fixed == (field == "seed")
+
+
+def test_set_length_and_stop(commands: slash.SlashCommands, chat: Chat) -> None:
+    commands.run("/set num_predict 12")
+    commands.run("/set stop the end")
+    assert (chat.max_tokens, chat.stop) == (12, ("the end",))
+    commands.run("/set max_tokens -1")
+    assert chat.max_tokens is None
+
+
+def test_set_system_and_clear(commands: slash.SlashCommands, chat: Chat) -> None:
+    chat.messages.append({"role": "user", "content": "x"})
+    commands.run('/set system """Talk\nlike a pirate."""')
+    assert (chat.system, chat.messages) == ("Talk\nlike a pirate.", [])
+    chat.messages.append({"role": "user", "content": "x"})
+    assert commands.run("/clear") == "cleared"
+    assert (chat.system, chat.messages) == ("Talk\nlike a pirate.", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "hint"),
+    [
+        ("/hepl", "there is no command '/hepl'.", "did you mean /help?"),
+        ("/Set temp 1", "there is no command '/Set'.", "did you mean /set?"),
+        ("/etc/passwd holds", "there is no command '/etc/passwd'.", "/help lists"),
+        ("/set temp", "/set temperature needs a value.", ""),
+        ("/set temp 1e9", "temperature is 1000000000.0, it must be", ""),
+        ("/set top_k 1.5", "top_k is '1.5', wanted a whole number.", ""),
+        ("/set tempp 1", "there is no parameter 'tempp'.", "did you mean temp?"),
+        ("/show nothing", "there is nothing called 'nothing' to show.", "info, parameters, system, memory"),
+    ],
+)
+def test_what_is_not_understood_changes_nothing(
+    commands: slash.SlashCommands, chat: Chat, text: str, sentence: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        commands.run(text)
+    assert sentence in str(caught.value)
+    assert hint in caught.value.hint
+    assert chat.sampling == Sampling(seed=5)
+
+
+def test_values_are_listed(commands: slash.SlashCommands) -> None:
+    commands.run("/set top_k 7")
+    shown = commands.run("/set")
+    assert shown == commands.run("/show parameters")
+    rows = dict(line.split(maxsplit=1) for line in str(shown).splitlines())
+    assert (rows["top_k"], rows["seed"], rows["max_tokens"], rows["temperature"]) == (
+        "7",
+        "drawn for each reply",
+        "not set",
+        "0.7",
+    )
+
+
+def test_show(commands: slash.SlashCommands, chat: Chat) -> None:
+    assert commands.run("/show") == commands.run("/show info") == "the model"
+    assert commands.run("/show memory") == "the ledger"
+    chat.system = "a\x1b[1m"
+    assert commands.run("/show system") == "a^[[1m"
+
+
+@pytest.mark.parametrize("text", ["/bye", "/exit", "/quit "])
+def test_leaving(commands: slash.SlashCommands, text: str) -> None:
+    assert commands.run(text) is None
+
+
+def test_help_names_every_command(commands: slash.SlashCommands) -> None:
+    assert all(name in str(commands.run("/help")) for name in slash.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "message"), [("/x", True, "/x"), ("//x", False, "/x"), ("x/", False, "x/")]
+)
+def test_a_doubled_slash_is_text(text: str, command: bool, message: str) -> None:
+    assert slash.is_command(text) is command
+    assert slash.unescaped(text) == message

@@ -1,0 +1,68 @@
+"""The numbers of a reply as text."""
+
+from dataclasses import replace
+
+import pytest
+
+from localchat import statusline
+from localchat.chat import Chunk
+from localchat.stats import Stats
+
+STATS = Stats(
+    prompt_tokens=2800,
+    cached_tokens=100,
+    prefilled_tokens=1350,
+    generated_tokens=129,
+    prefill_seconds=4.5,
+    decode_seconds=2.0,
+    ttft_seconds=0.214,
+    context_used=1065,
+    context_size=8192,
+)
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statusline, "memory_used", lambda device: (15_100_000_000, 24_000_000_000))
+
+
+def test_status_line() -> None:
+    line = statusline.status_line(STATS, "cuda")
+    assert line == "64.0 tok/s - ttft 0.21 s - 129 tok - ctx 13 % - 15.1/24.0 GB"
+    first = statusline.status_line(replace(STATS, generated_tokens=1), "cuda")
+    assert first.startswith("ttft 0.21 s - 1 tok")
+
+
+def test_prefill_line() -> None:
+    line = statusline.prefill_line(STATS)
+    assert line == "prefill [##########----------] 50 % - 1,350/2,700 tok - 300 tok/s - 4 s left"
+    assert "[####################] 100 %" in statusline.prefill_line(replace(STATS, prefilled_tokens=9999))
+
+
+@pytest.mark.parametrize(
+    ("finish", "interrupted", "why"),
+    [
+        ("stop", False, "GB"),
+        ("length", False, " - stopped at the limit of tokens"),
+        ("context", False, " - stopped, the context is full"),
+        (None, True, " - interrupted"),
+    ],
+)
+def test_closing_line_says_why(finish: str | None, interrupted: bool, why: str) -> None:
+    last = Chunk("end" if finish else "answer", "", STATS, finish)  # type: ignore[arg-type]
+    assert statusline.closing_line(statusline.Reply(last, interrupted), "cpu").endswith(why)
+
+
+def test_stats_block() -> None:
+    rows = [line.split(":", 1) for line in statusline.stats_block(STATS, seed=7, load_seconds=1.0).splitlines()]
+    assert {name: value.strip() for name, value in rows} == {
+        "total duration": "3.214s",
+        "load duration": "1.000s",
+        "prompt eval count": "1350 token(s), 100 more were cached",
+        "prompt eval duration": "4.500s",
+        "prompt eval rate": "300.00 tokens/s",
+        "eval count": "129 token(s)",
+        "eval duration": "2.000s",
+        "eval rate": "64.00 tokens/s",
+        "seed": "7",
+    }

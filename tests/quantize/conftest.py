@@ -1,0 +1,186 @@
+"""Tiny checkpoints for the conversion's tests, as a Hugging Face folder and as a .gguf file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import save_file
+from torch import Tensor
+
+from localchat.config import ModelConfig
+from localchat.quantize.source import expected_shapes
+
+# Helper functions reach the tests through fixtures: test files are not a package and cannot import each other.
+MakeHF = Callable[..., Path]
+MakeGGUF = Callable[..., Path]
+
+
+def tiny_config(arch: str = "llama", **overrides: Any) -> dict[str, Any]:
+    """config.json's content: two layers, hidden 64, intermediate 96."""
+    config = {
+        "model_type": arch,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 40,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "initializer_range": 0.02,
+    }
+    return {**config, **overrides}
+
+
+def tiny_weights(config: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights under canonical names."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = expected_shapes(ModelConfig.from_dict(config))
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def config_of() -> Callable[..., dict[str, Any]]:
+    """`tiny_config`."""
+    return tiny_config
+
+
+@pytest.fixture
+def weights_of() -> Callable[..., dict[str, Tensor]]:
+    """`tiny_weights`."""
+    return tiny_weights
+
+
+@pytest.fixture
+def make_hf(tmp_path: Path) -> MakeHF:
+    """A function that writes a model folder: make_hf(arch, dtype=, shards=, prefix=, change=, name=, **config)."""
+
+    def make(
+        arch: str = "llama",
+        dtype: torch.dtype = torch.float32,
+        shards: int = 1,
+        prefix: str = "model.",
+        change: Callable[[dict[str, Tensor]], None] | None = None,
+        name: str = "source",
+        **overrides: Any,
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        config = tiny_config(arch, **overrides)
+        weights = tiny_weights(config, dtype)
+        weights = {n if n.startswith("lm_head") else prefix + n: w for n, w in weights.items()}
+        if change:
+            change(weights)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "generation_config.json").write_text('{"eos_token_id": [2]}')
+        names = sorted(weights)
+        if shards == 1:
+            save_file(weights, folder / "model.safetensors")
+            return folder
+        index = {}
+        for i in range(shards):
+            file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+            part = names[i::shards]
+            save_file({n: weights[n] for n in part}, folder / file)
+            index.update(dict.fromkeys(part, file))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        return folder
+
+    return make
+
+
+_GGUF_NAMES = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+BYTES = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("layers."):
+        _, number, stem = stem.split(".", 2)
+        return f"blk.{number}.{_GGUF_NAMES[stem]}.{kind}"
+    return f"{_GGUF_NAMES[stem]}.{kind}"
+
+
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    """What llama.cpp's converter does to query and key rows."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+@pytest.fixture
+def make_gguf(tmp_path: Path) -> MakeGGUF:
+    """A function that writes a .gguf file from canonical weights: make_gguf(config, weights, type, metadata=...).
+
+    metadata: called with the writer for more keys. extra: more tensors (name -> numpy array).
+    """
+
+    def make(
+        config: dict[str, Any],
+        weights: dict[str, Tensor],
+        kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+        metadata: Callable[[gguf.GGUFWriter], None] | None = None,
+        extra: dict[str, np.ndarray] | None = None,
+        name: str = "model.gguf",
+    ) -> Path:
+        path, arch = tmp_path / name, config["model_type"]
+        writer = gguf.GGUFWriter(path, arch)
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([*BYTES, "ab", "<|im_start|>", "<|im_end|>", "<think>"])
+        writer.add_token_types([1] * 257 + [3, 3, 4])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(258)
+        if metadata:
+            metadata(writer)
+        for key, weight in weights.items():
+            if arch == "llama" and (".q_proj" in key or ".k_proj" in key):
+                heads = config["num_attention_heads" if ".q_proj" in key else "num_key_value_heads"]
+                weight = permuted(weight, heads)
+            data = weight.float().numpy()
+            stored = kind if data.ndim == 2 else GGMLQuantizationType.F32
+            writer.add_tensor(gguf_name(key), gguf.quants.quantize(data, stored), raw_dtype=stored)
+        for key, array in (extra or {}).items():
+            writer.add_tensor(key, array)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return make

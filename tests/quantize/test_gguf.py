@@ -1,0 +1,207 @@
+"""GGUF files as a source: weights as transformers has them, and damaged files refused in one sentence."""
+
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from localchat.errors import BadCheckpoint, UserError
+from localchat.quantize.gguf import canonical_name, open_gguf, unpermuted
+from localchat.quantize.source import check
+
+MakeGGUF = Callable[..., Path]
+Weights = dict[str, Tensor]
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_come_back(make_gguf: MakeGGUF, config_of: Make, weights_of: Make, arch: str, tied: bool) -> None:
+    """All names, q/k rows of llama un-permuted (and only there), biases and norms of the heads."""
+    config = config_of(arch, tie_word_embeddings=tied)
+    weights = weights_of(config)
+    with open_gguf(make_gguf(config, weights)) as source:
+        check(source)
+        assert source.model_config.tie_word_embeddings == tied
+        assert set(source.shapes) == set(weights)
+        for name, weight in weights.items():
+            assert torch.equal(source.read(name), weight), name
+
+
+def test_biases_of_llama_are_unpermuted_too(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+    config = config_of("llama", attention_bias=True)
+    weights = weights_of(config)
+    with open_gguf(make_gguf(config, weights)) as source:
+        check(source)
+        assert torch.equal(source.read("layers.0.self_attn.q_proj.bias"), weights["layers.0.self_attn.q_proj.bias"])
+
+
+def test_unpermuted_order() -> None:
+    """File row 2j + h of a head of 8 rows is row j + 4h: pairs (0, 1), (2, 3) ... become halves."""
+    rows = torch.arange(16.0).unsqueeze(1)
+    assert unpermuted(rows, heads=2).flatten().tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+
+
+@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0])
+def test_types(make_gguf: MakeGGUF, config_of: Make, weights_of: Make, kind: Type) -> None:
+    config = config_of("qwen3")
+    weights = weights_of(config)
+    dtype = {Type.F16: torch.float16, Type.BF16: torch.bfloat16}.get(kind, torch.float32)
+    with open_gguf(make_gguf(config, weights, kind)) as source:
+        check(source)
+        for name, weight in weights.items():
+            got = source.read(name)
+            if weight.dim() == 1:
+                assert torch.equal(got, weight)
+                continue
+            stored = gguf.quants.quantize(weight.numpy(), kind)
+            assert got.dtype == dtype
+            assert np.array_equal(got.float().numpy(), gguf.quants.dequantize(stored, kind)), name
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Type.Q4_K, 144), (Type.Q6_K, 210)])
+def test_k_types(make_gguf: MakeGGUF, config_of: Make, weights_of: Make, kind: Type, size: int) -> None:
+    """The package cannot write these, so a block of chosen bytes is read back by the format's formula."""
+    config = config_of("qwen3", hidden_size=256, num_hidden_layers=1)
+    weights = weights_of(config)
+    del weights["layers.0.mlp.up_proj.weight"]
+    blocks = np.random.default_rng(0).integers(0, 256, (96, size), dtype=np.uint8)
+    half = np.array([0.5], np.float16).view(np.uint8)
+    if kind == Type.Q4_K:
+        blocks[:, 0:2], blocks[:, 2:4] = half, half
+    else:
+        blocks[:, 208:210] = half
+
+    path = make_gguf(config, weights, extra={})
+    writer_path = path.with_name("k.gguf")
+    with_k = _with_raw_tensor(make_gguf, config, weights, blocks, kind, writer_path.name)
+    with open_gguf(with_k) as source:
+        check(source)
+        got = source.read("layers.0.mlp.up_proj.weight")
+    b = blocks.astype(np.int64)
+    if kind == Type.Q4_K:  # the first sub-block: scale and min of six bits, low nibbles
+        want = 0.5 * (b[:, 4:5] & 63) * (b[:, 16:48] & 15) - 0.5 * (b[:, 8:9] & 63)
+    else:  # the first 16: low nibbles and two high bits
+        scale = blocks[:, 192:193].view(np.int8).astype(np.int64)
+        want = 0.5 * scale * (((b[:, 0:16] & 15) | ((b[:, 128:144] & 3) << 4)) - 32)
+    assert np.array_equal(got.numpy()[:, : want.shape[1]], want.astype(np.float32))
+
+
+def _with_raw_tensor(
+    make_gguf: MakeGGUF, config: dict[str, Any], weights: Weights, blocks: np.ndarray, kind: Type, name: str
+) -> Path:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=kind)
+
+    return make_gguf(config, weights, metadata=add, name=name)
+
+
+def test_coarse_grid(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+    config = config_of("qwen2")
+    for kind, coarse in [(Type.Q4_0, True), (Type.Q4_1, True), (Type.Q8_0, False), (Type.F16, False)]:
+        with open_gguf(make_gguf(config, weights_of(config), kind, name=f"{kind.name}.gguf")) as source:
+            assert source.coarse_grid == coarse
+
+
+def test_canonical_name() -> None:
+    assert canonical_name("blk.12.attn_q_norm.weight") == "layers.12.self_attn.q_norm.weight"
+    assert canonical_name("output.weight") == "lm_head.weight"
+    assert canonical_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+
+
+def test_unexpected_tensor_is_named(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+    config = config_of("llama")
+    path = make_gguf(config, weights_of(config), extra={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
+    with open_gguf(path) as source, pytest.raises(BadCheckpoint, match=r"blk\.0\.attn_sinks\.weight is unexpected"):
+        check(source)
+
+
+def test_integer_tensor_is_refused(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+    config = config_of("qwen3")
+    weights = weights_of(config)
+    del weights["norm.weight"]
+    path = make_gguf(config, weights, extra={"output_norm.weight": np.ones(64, np.int32)})
+    with open_gguf(path) as source, pytest.raises(BadCheckpoint, match=r"output_norm\.weight cannot be used"):
+        source.read("norm.weight")
+
+
+def test_split_file_is_refused(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+    path = make_gguf(config_of(), weights_of(config_of()), metadata=lambda w: w.add_uint16("split.count", 3))
+    with pytest.raises(BadCheckpoint, match="one of 3 parts"):
+        open_gguf(path)
+
+
+def read_all(path: Path) -> None:
+    with open_gguf(path) as source:
+        check(source)
+        source.files()
+        for name in source.shapes:
+            source.read(name)
+
+
+def test_undamaged_file_is_read(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+    """What the tests below damage is sound before."""
+    read_all(make_gguf(config_of(), weights_of(config_of()), Type.Q8_0))
+
+
+def test_not_a_gguf_file(tmp_path: Path) -> None:
+    for content in (b"", b"GGUF", b"not a model at all " * 20, bytes(100)):
+        path = tmp_path / "x.gguf"
+        path.write_bytes(content)
+        with pytest.raises(BadCheckpoint, match="not a GGUF file"):
+            open_gguf(path)
+
+
+def test_truncated_anywhere(make_gguf: MakeGGUF, config_of: Make, weights_of: Make, tmp_path: Path) -> None:
+    content = make_gguf(config_of(), weights_of(config_of()), Type.Q8_0).read_bytes()
+    path = tmp_path / "cut.gguf"
+    for length in (*range(5, 400, 29), *range(400, len(content), len(content) // 23), len(content) - 1000):
+        path.write_bytes(content[:length])
+        with pytest.raises(BadCheckpoint, match=r"cut\.gguf: "):
+            read_all(path)
+
+
+@pytest.mark.parametrize(("kind", "length"), [(0, 2**62), (8, 2**62), (9, 2**40)])
+def test_endless_list_ends(tmp_path: Path, kind: int, length: int) -> None:
+    """A list said to be longer than the file, of bytes, strings, lists."""
+    path = tmp_path / "x.gguf"
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sI", 1, b"a", 9)
+    path.write_bytes(header + struct.pack("<IQ", kind, length) + bytes(64))
+    with pytest.raises(BadCheckpoint, match="header is damaged"):
+        open_gguf(path)
+
+
+def test_lists_in_lists_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sI", 1, b"a", 9)
+    path.write_bytes(header + struct.pack("<IQ", 9, 1) * 5000)
+    with pytest.raises(BadCheckpoint, match="header is damaged"):
+        open_gguf(path)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of products of damaged dimensions
+def test_damaged_header_gives_a_sentence_or_reads(
+    make_gguf: MakeGGUF, config_of: Make, weights_of: Make, tmp_path: Path
+) -> None:
+    """Random bytes in the header: a UserError or nothing, but never another exception, and never an endless loop."""
+    original = make_gguf(config_of(), weights_of(config_of()), Type.Q8_0).read_bytes()
+    path, chance = tmp_path / "bad.gguf", random.Random(0)
+    refused = 0
+    for _ in range(150):
+        content = bytearray(original)
+        for _ in range(chance.choice((1, 2, 8))):
+            content[chance.randrange(4, 9000)] = chance.choice((0, 1, 127, 255, chance.randrange(256)))
+        path.write_bytes(content)
+        try:
+            read_all(path)
+        except UserError:
+            refused += 1
+    assert refused > 75
