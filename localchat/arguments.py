@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from localchat import __version__
+from localchat.config import GROUP_SIZES
 from localchat.errors import UsageError
 from localchat.parameters import PARAMETERS, Parameter, parse
 from localchat.text_safety import one_line
@@ -23,7 +24,6 @@ COMMANDS = {
     "bench": "measure prefill and decode speed",
 }
 ALIASES = {"chat": "run", "ls": "list", "quantise": "quantize"}
-GROUP_SIZES = (32, 64, 128)
 _MISSING = "the following arguments are required: "  # argparse's words
 
 
@@ -118,12 +118,13 @@ def parser_for(command: str) -> Parser:
     else:
         text = "an alias, a hub id (owner/name[@revision]), a folder or a .gguf"
         parser.add_argument("model", metavar="MODEL", help=text)
-        parser.flag("--offline", action="store_true", help="use only what is on the disk")
-        parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
         if command == "run":
             _run_flags(parser)
         elif command in ("show", "bench"):
             parser.flag("--json", action="store_true", help="print one JSON document")
+    if command not in ("list", "show"):  # these two never download
+        parser.flag("--offline", action="store_true", help="use only what is on the disk")
+        parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
     if command in ("show", "run"):
         parser.flag("-c", "--ctx", "--ctx-size", "--num-ctx", type=_positive, metavar="N", help="context in tokens")
     parser.flag("--debug", action="store_true", help="print a traceback with an error")
@@ -164,8 +165,6 @@ def _quantize_flags(parser: Parser) -> None:
     )
     parser.flag("--max-shard-size", type=_bytes, metavar="SIZE", help="longest file, such as 5GB or 500MB")
     parser.flag("--overwrite", action="store_true", help="replace DIR")
-    parser.flag("--offline", action="store_true", help="use only what is on the disk")
-    parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
 
 
 def _typed(parameter: Parameter) -> Callable[[str], Any]:

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TextIO
 
 from localchat.arguments import parse_command_line
-from localchat.errors import UserError
 from localchat.failures import failure_of
 
 
@@ -31,14 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else 1
-            _flush_or_discard(sys.stdout)
         except BrokenPipeError:
             code = 141
         except KeyboardInterrupt:
             code = 130
             _complain("localchat: interrupted")
-        except UserError as error:
-            code = _report(error, debug="--debug" in words)
         except Exception as error:  # noqa: BLE001 - the last place that can turn a fault into a sentence
             code = _report(error, debug="--debug" in words)
         finally:

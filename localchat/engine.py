@@ -43,9 +43,9 @@ class Engine:
         """
         length = min(length, len(self.ids))
         if length < len(self.ids):
-            self.cache.truncate(length)
-            del self.ids[length:]
             self._hidden = None
+            del self.ids[length:]
+            self.cache.truncate(length)
         return length
 
     def prefill(self, ids: Sequence[int]) -> Iterator[int]:
@@ -90,13 +90,16 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, ids: list[int]) -> None:
-        start, device = self.cache.length, self.model.device
+        # `ids` is what counts: after Ctrl-C in the wrong moment the cache may be longer, but never shorter.
+        start, device = len(self.ids), self.model.device
+        self.cache.truncate(start)
+        self._hidden = None
         positions = torch.arange(start, start + len(ids), device=device)
         hidden = self.model(torch.tensor(ids, device=device), positions, self.cache)
-        self._hidden = hidden[-1:]
         self.cache.append(len(ids))
         self.ids += ids
         self.tokens_forwarded += len(ids)
+        self._hidden = hidden[-1:]
 
     @torch.inference_mode()
     def _sample(self, sampling: Sampling) -> int:

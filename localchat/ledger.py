@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
-from localchat.config import QuantizationConfig, TensorFormat, load_config
+from localchat.config import GROUP_SIZES, QuantizationConfig, TensorFormat, load_config
 from localchat.errors import BadCheckpoint
 from localchat.registry import Entry
 
@@ -207,7 +207,7 @@ def _default_format(shape: Shape, name: str, k: int) -> TensorFormat:
     if name in ("embed_tokens", "lm_head") or k % 32:
         return TensorFormat(bits=8)
     small = shape.hidden_size < 2048
-    group_size = 32 if small else next(g for g in (128, 64, 32) if k % g == 0)
+    group_size = 32 if small else max(g for g in GROUP_SIZES if k % g == 0)
     return TensorFormat(bits=4, group_size=group_size, symmetric=not small)
 
 

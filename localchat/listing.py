@@ -8,7 +8,7 @@ from localchat import registry, store
 from localchat.config import ModelConfig, QuantizationConfig, load_config
 from localchat.errors import ModelNotFound
 from localchat.ledger import Ledger, ledger, ledger_of_folder
-from localchat.prepare import registry_name, size_text, source_config
+from localchat.prepare import registry_name, size_text
 from localchat.stats import memory_used
 from localchat.text_safety import one_line
 
@@ -91,7 +91,14 @@ def _lookup(name: str) -> tuple[Path | None, ModelConfig | None, registry.Entry 
     folder = path if path and path.is_dir() else store.find(name)
     if folder is not None:
         return folder, load_config(folder), entry
-    return path, source_config(path) if path else None, entry
+    return path, _gguf_config(path) if path else None, entry
+
+
+def _gguf_config(path: Path) -> ModelConfig:
+    from localchat.quantize.convert import open_source
+
+    with open_source(path) as source:
+        return source.model_config
 
 
 def _facts(name: str, folder: Path | None, config: ModelConfig | None, entry: registry.Entry | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localchat import registry, store
-from localchat.config import ModelConfig, load_config
+from localchat.config import packed_format
 from localchat.errors import ModelNotFound, UsageError, UserError
 from localchat.text_safety import one_line
 from localchat.transfer import Fetched, Notice, Plan
@@ -36,7 +36,7 @@ def packed_folder(name: str, *, offline: bool, yes: bool) -> Path:
     path = store.as_path(name)
     if path is None:
         announce(name)
-    elif path.is_dir() and store.is_packed(path):
+    elif packed_format(path):
         return path
     if found := store.find(name):
         return found
@@ -107,26 +107,15 @@ def _rounded(source: Fetched, title: str) -> Path:
     """The packed folder of `source` in the cache, converted by plain rounding if it is not there."""
     from localchat.quantize.convert import default_recipe
 
-    config = source_config(source.path)
-    recipe = replace(default_recipe(config, source.path), search=False)
+    recipe = replace(default_recipe(source.path), search=False)
     out = store.target(source, repr(recipe))
     if store.is_locked(out):
         say(f"another localchat is quantising {title}: waiting for it")
     with store.locked(out):
-        if not (out.is_dir() and store.is_packed(out)):
+        if not packed_format(out):
             say(f"quantising {title} to INT4 by rounding, once")
             run_conversion(source, out, recipe, overwrite=False)
     return out
-
-
-def source_config(path: Path) -> ModelConfig:
-    """The config of a checkpoint that is on the disk, a folder or a .gguf."""
-    if path.is_dir():
-        return load_config(path)
-    from localchat.quantize.convert import open_source
-
-    with open_source(path) as source:
-        return source.model_config
 
 
 def run_conversion(source: Fetched, out: Path, recipe: "Recipe", *, overwrite: bool) -> None:
@@ -150,15 +139,17 @@ def quantize(args: argparse.Namespace) -> Path:
     path = store.as_path(args.source)
     if path is None:
         announce(args.source)
-    elif path.is_dir() and store.is_packed(path):
+    elif packed_format(path):
         raise UsageError(f"{one_line(args.source)} is quantised already.", "give the checkpoint that it was made from.")
     out = Path(args.output).expanduser() if args.output else None
     if out and out.exists() and not args.overwrite:
         raise UserError(f"{one_line(args.output)} exists already.", "choose another folder or pass --overwrite.")
     source = store.local_source(path) if path else fetch(args.source, offline=args.offline, yes=args.yes)
     recipe = _recipe(args, source.path)
-    if out is None:
-        out = store.target(source, repr(recipe))
+    if out:
+        run_conversion(source, out, recipe, overwrite=args.overwrite)
+        return out
+    out = store.target(source, repr(recipe))
     with store.locked(out):
         run_conversion(source, out, recipe, overwrite=args.overwrite)
     return out
@@ -174,9 +165,7 @@ def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
         "max_shard_size": args.max_shard_size,
         "keep": tuple(args.keep) or None,
     }
-    return replace(
-        default_recipe(source_config(source), source), **{name: v for name, v in given.items() if v is not None}
-    )
+    return replace(default_recipe(source), **{name: v for name, v in given.items() if v is not None})
 
 
 def say(text: str) -> None:

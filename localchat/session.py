@@ -52,7 +52,8 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     sampling = parameters.sampling_for(flags, read_json(generation) if generation.exists() else {})
     name = registry_name(args.model)
     with loading(name):
-        tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
+        tokenizer = Tokenizer.load(folder)
+        template = ChatTemplate.load(folder, tokenizer)
         engine = Engine(load_model(folder), context, vocab_size=tokenizer.vocab_size)
     chat = Chat(
         engine,

@@ -71,6 +71,7 @@ def test_quantize() -> None:
         (["pull", "a", "b"], "'b' is one argument too many for `localchat pull`.", ""),
         (["quantize", "m", "--keep", "x=fp8"], "'x=fp8' is not REGEX=bf16 or REGEX=int8.", ""),
         (["quantize", "m", "--keep", "(=int8"], "'(' is not a regular expression", ""),
+        (["show", "m", "--offline"], "there is no flag '--offline' of `localchat show`.", ""),
         (["quantize", "m", "--group-size", "48"], "invalid choice: 48", ""),
         (["quantize", "m", "--max-shard-size", "big"], "'big' is not a size such as 5GB", ""),
         (["bench"], "`localchat bench` needs MODEL.", "`localchat bench --help`"),

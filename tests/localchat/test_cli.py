@@ -230,11 +230,13 @@ def test_every_ending_has_a_code(
 
 def test_quantize_and_run_what_is_not_quantised(command: Command, scripted: Scripted, tmp_path: Path) -> None:
     source = scripted("abc").parent / "source"
-    done = command("quantize", source, "-o", tmp_path / "out", "--group-size", "32", "--min", "--keep", "lm_head=bf16")
+    out = tmp_path / "new" / "out"
+    done = command("quantize", source, "-o", out, "--group-size", "32", "--min", "--keep", "lm_head=bf16")
     assert (done.returncode, done.stdout) == (0, b"")
-    assert command("run", tmp_path / "out", "hi").stdout == b"abc\n"
-    assert command("quantize", source, "-o", tmp_path / "out").returncode == 1
-    assert "quantised already" in command("quantize", tmp_path / "out").stderr.decode()
+    assert list(out.parent.iterdir()) == [out]  # no lock and nothing unfinished is left beside it
+    assert command("run", out, "hi").stdout == b"abc\n"
+    assert command("quantize", source, "-o", out).returncode == 1
+    assert "quantised already" in command("quantize", out).stderr.decode()
     first, second = command("run", source, "hi"), command("run", source, "hi")
     assert first.stdout == second.stdout == b"abc\n"
     assert first.stderr == b"localchat: quantising source to INT4 by rounding, once\n"

@@ -100,6 +100,28 @@ def test_rewinding_and_going_on_is_as_if_nothing_had_happened(model: Model) -> N
     assert list(engine.generate(GREEDY, (), 8)) == wanted
 
 
+def test_an_interruption_at_any_point_leaves_a_cache_that_heals(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may arrive between two statements: here right after the cache has grown, before `ids` has."""
+    wanted = Engine(model, 100)
+    prefill(wanted, [5, 6, 7, 8])
+    engine = Engine(model, 100)
+    prefill(engine, [5, 6])
+    append = engine.cache.append
+
+    def interrupted(tokens: int) -> None:
+        append(tokens)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.cache, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prefill(engine, [50, 51])
+    monkeypatch.setattr(engine.cache, "append", append)
+    assert engine.ids == [5, 6]
+    prefill(engine, [7, 8])
+    assert engine.cache.length == 4
+    assert list(engine.generate(GREEDY, (), 5)) == list(wanted.generate(GREEDY, (), 5))
+
+
 def test_rewind_beyond_the_end_changes_nothing(model: Model) -> None:
     engine = Engine(model, 100)
     prefill(engine, [1, 2])

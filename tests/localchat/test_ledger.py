@@ -14,6 +14,8 @@ from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
 from localchat.errors import BadCheckpoint
 from localchat.ledger import PREFILL_CHUNK, Ledger, kv_bytes_per_token, ledger, ledger_of_folder, state_bytes
 from localchat.ops import CpuOps
+from localchat.quantize.convert import _SMALL
+from localchat.quantize.plan import Recipe, plan, upper_size
 from localchat.registry import MODELS
 
 BIG = MODELS["qwen3.5-27b"]
@@ -152,3 +154,12 @@ def test_the_cache_is_as_large_as_the_ledger_says() -> None:
     config = ModelConfig.from_dict(entry.config_dict())
     cache = KVCache(config, 100, dtype=CpuOps.cache_dtype, device=torch.device("cpu"))
     assert cache.nbytes == 100 * kv_bytes_per_token(entry, "cpu")
+
+
+@pytest.mark.parametrize("alias", ["smollm2-135m", "qwen2.5-0.5b", "qwen2.5-7b", "qwen3-8b"])
+def test_the_ledger_assumes_the_formats_that_a_conversion_chooses(alias: str) -> None:
+    """Two rooms know how wide groups are; nothing but this test holds them together."""
+    config = ModelConfig.from_dict(MODELS[alias].config_dict())
+    recipe = Recipe(group_size=32, symmetric=False) if config.hidden_size < _SMALL else Recipe()
+    planned = sum(upper_size(matrix) for matrix in plan(config, recipe))
+    assert ledger(MODELS[alias]).weights - rows(ledger(MODELS[alias]))["norms and biases"] == planned
