@@ -158,8 +158,8 @@ def _quantize_flags(parser: Parser) -> None:
     parser.add_argument("source", metavar="SRC", help="a folder with safetensors, a .gguf, an alias or a hub id")
     parser.flag("-o", "--output", metavar="DIR", help="the folder to write (default: the user's cache)")
     parser.flag("--group-size", type=int, choices=GROUP_SIZES, help="weights per scale")
-    parser.flag("--sym", dest="symmetric", action="store_true", default=None, help="one scale per group")
-    parser.flag("--min", dest="symmetric", action="store_false", help="a scale and a minimum per group")
+    parser.flag("--sym", action="store_true", help="one scale per group (default for large models, groups of 128)")
+    parser.flag("--min", action="store_true", help="scale and minimum (default for small models, groups of 32)")
     parser.flag(
         "--keep", action="append", type=_keep, default=[], metavar="REGEX=bf16|int8", help="tensors to keep wider"
     )

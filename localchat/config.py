@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 from localchat.errors import BadCheckpoint
 
+_MOST_LAYERS = 1000  # more is a damaged file, not a model
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 GROUP_SIZES = (32, 64, 128)  # as in kernels/int4_packing.py (which imports torch)
 
@@ -179,7 +180,7 @@ class ModelConfig:
             model_type=model_type,
             hidden_size=_count(text, "hidden_size"),
             intermediate_size=_count(text, "intermediate_size"),
-            num_hidden_layers=_count(text, "num_hidden_layers"),
+            num_hidden_layers=_count(text, "num_hidden_layers", most=_MOST_LAYERS),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
@@ -254,10 +255,10 @@ def _number(text: Mapping[str, Any], key: str, default: float | None = None) -> 
     return float(value)
 
 
-def _count(text: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _count(text: Mapping[str, Any], key: str, default: int | None = None, most: int = 1 << 31) -> int:
     value = _number(text, key, default)
-    if value != int(value):
-        raise BadCheckpoint(f"config.json: {key} is {value!r}, wanted a whole number.")
+    if value != int(value) or value > most:
+        raise BadCheckpoint(f"config.json: {key} is {value!r}, wanted a whole number up to {most:,}.")
     return int(value)
 
 

@@ -68,7 +68,7 @@ def print_model(name: str, *, context: int | None, as_json: bool) -> int:
 def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
     """The figures of one measurement."""
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
+        print(json.dumps({**result.to_dict(), "model": registry_name(name)}, indent=2))
         return 0
     rows = (
         ("model", f"{registry_name(name)} on {result.device}, {result.threads} threads"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localchat import registry, store
-from localchat.config import packed_format
+from localchat.config import load_config, packed_format
 from localchat.errors import ModelNotFound, UsageError, UserError
 from localchat.text_safety import one_line
 from localchat.transfer import Fetched, Notice, Plan
@@ -41,6 +41,7 @@ def packed_folder(name: str, *, offline: bool, yes: bool) -> Path:
     if found := store.find(name):
         return found
     source = store.local_source(path) if path else fetch(name, offline=offline, yes=yes)
+    _check_texts(source.path)
     return _rounded(source, title=registry_name(name))
 
 
@@ -103,6 +104,21 @@ def _confirm(plan: Plan, *, yes: bool) -> None:
         raise UserError("nothing was downloaded.", "-y downloads without asking.")
 
 
+def _check_texts(source: Path) -> None:
+    """Refuse a model folder that could not be chatted with before its weights are converted.
+
+    Raises:
+        BadCheckpoint: tokenizer, chat template or generation config are missing or damaged.
+    """
+    if not source.is_dir():
+        return  # a .gguf's are rebuilt during the conversion
+    from localchat.template import ChatTemplate
+    from localchat.tokenizer import Tokenizer
+
+    load_config(source)
+    ChatTemplate.load(source, Tokenizer.load(source))
+
+
 def _rounded(source: Fetched, title: str) -> Path:
     """The packed folder of `source` in the cache, converted by plain rounding if it is not there."""
     from localchat.quantize.convert import default_recipe
@@ -159,9 +175,11 @@ def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
     """The default for the model, with what the flags say."""
     from localchat.quantize.convert import default_recipe
 
+    if args.sym and args.min:
+        raise UsageError("--sym and --min exclude each other: choose one scale, or a scale and a minimum, per group.")
     given = {
         "group_size": args.group_size,
-        "symmetric": args.symmetric,
+        "symmetric": args.sym if args.sym or args.min else None,
         "max_shard_size": args.max_shard_size,
         "keep": tuple(args.keep) or None,
     }

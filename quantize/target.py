@@ -32,6 +32,8 @@ def check_target(source: Path, out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(f"{out}: exists already; choose another folder or pass --overwrite.")
+    if out.is_symlink():
+        raise UserError(f"{out}: is a link, which is not overwritten; give the folder it points to.")
     if packed_format(out) is None:
         raise UserError(f"{out}: is not a packed model folder, so it is not overwritten; choose another folder.")
 

@@ -54,7 +54,7 @@ def test_other_names_of_commands() -> None:
 def test_quantize() -> None:
     words = ["quantize", "src", "-o", "out", "--group-size", "64", "--min", "--max-shard-size", "1.5GB", "--overwrite"]
     args = parse_command_line([*words, "--keep", "a=b=bf16", "--keep", "lm_head=int8"])
-    assert (args.source, args.output, args.group_size, args.symmetric) == ("src", "out", 64, False)
+    assert (args.source, args.output, args.group_size, args.min, args.sym) == ("src", "out", 64, True, False)
     assert (args.keep, args.max_shard_size, args.overwrite) == ([("a=b", 16), ("lm_head", 8)], 1_500_000_000, True)
     assert parse_command_line(["quantize", "src", "--max-shard-size", "2GiB"]).max_shard_size == 2 << 30
 

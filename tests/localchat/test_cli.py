@@ -1,5 +1,6 @@
 """The command as a process: pipes byte for byte, exit codes, one sentence for each error, nothing heavy for --help."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,6 +242,29 @@ def test_quantize_and_run_what_is_not_quantised(command: Command, scripted: Scri
     assert first.stdout == second.stdout == b"abc\n"
     assert first.stderr == b"localchat: quantising source to INT4 by rounding, once\n"
     assert second.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "word"),
+    [
+        ("tokenizer.json", None, "tokenizer.json"),
+        ("tokenizer.json", "{}", "tokenizer"),
+        ("tokenizer_config.json", "{}", "no chat template"),
+        ("generation_config.json", "{", "generation_config.json"),
+    ],
+)
+def test_what_cannot_chat_is_refused_before_its_weights_are_converted(
+    command: Command, scripted: Scripted, tmp_path: Path, file: str, content: str | None, word: str
+) -> None:
+    source = Path(shutil.copytree(scripted("abc").parent / "source", tmp_path / "source"))
+    (source / file).unlink(missing_ok=True)
+    if content is not None:
+        (source / file).write_text(content)
+    done = command("run", source, "hi", LOCALCHAT_CACHE=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert word in done.stderr.decode()
+    assert str(source) in done.stderr.decode()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_main_leaves_the_signal_handlers_as_they_were() -> None:
