@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from localchat.cache import KVCache
+from localchat.graph import DecodeGraph
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
 from localchat.model import Model
 from localchat.sampling import Sampling
@@ -35,6 +36,7 @@ class Engine:
         self.tokens_forwarded = 0
         self._hidden: Tensor | None = None  # of the last token in the cache, [1, H]
         self._seen = torch.zeros(self.vocab_size, dtype=torch.uint8, device=model.device)
+        self._graph = DecodeGraph(model, self.cache, self._seen) if model.device.type == "cuda" else None
 
     def rewind(self, length: int) -> int:
         """Cut the conversation back to at most `length` tokens and return the length reached.
@@ -82,8 +84,13 @@ class Engine:
                 return
             token = self.decode_one_token(token, sampling)
 
+    @torch.inference_mode()
     def decode_one_token(self, token: int, sampling: Sampling) -> int:
         """One step: put `token` into the cache and draw its successor."""
+        if self._graph is not None:
+            drawn = self._graph.step(token, self.cache.length, sampling)
+            self._appended([token])
+            return drawn
         self._seen[token] |= SEEN_IN_CONTEXT | SEEN_IN_REPLY
         self._forward([token])
         return self._sample(sampling)
@@ -94,6 +101,9 @@ class Engine:
         positions = torch.arange(start, start + len(ids), device=device)
         hidden = self.model(torch.tensor(ids, device=device), positions, self.cache)
         self._hidden = hidden[-1:]
+        self._appended(ids)
+
+    def _appended(self, ids: list[int]) -> None:
         self.cache.append(len(ids))
         self.ids += ids
         self.tokens_forwarded += len(ids)
@@ -102,5 +112,7 @@ class Engine:
     def _sample(self, sampling: Sampling) -> int:
         if self._hidden is None:
             raise ValueError("sample: got no prefilled token, wanted a call of prefill first")
+        if self._graph is not None:
+            return self._graph.draw(self._hidden, sampling, self.cache.length)
         logits = self.model.logits(self._hidden)[0, : self.vocab_size]
         return int(self.model.ops.sample(logits, self._seen, sampling, self.cache.length))

@@ -152,6 +152,11 @@ def _with_run_time(shape: Shape, sizes: dict[str, int], context: int | None, dev
     return Ledger(tuple(rows), sum(sizes.values()), context, shape.max_position_embeddings, per_token)
 
 
+def default_formats(shape: Shape) -> dict[str, TensorFormat]:
+    """The format of every matrix as `quantize` would choose it; names are those of model.py."""
+    return {name: _default_format(shape, name, k) for name, _, k in _matrices(shape)}
+
+
 def _matrices(shape: Shape) -> Iterator[tuple[str, int, int]]:
     """Every matrix that is quantised, as (name, N, K); names are those of model.py."""
     hidden, inter = shape.hidden_size, shape.intermediate_size
