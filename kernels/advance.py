@@ -4,11 +4,10 @@ drawn, token, position, draw_position int64 [1]. So a captured step feeds itself
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
+from localchat.kernels.gpu import tl, triton
 
 
 def advance_reference(drawn: Tensor, token: Tensor, position: Tensor, draw_position: Tensor) -> None:

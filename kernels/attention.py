@@ -16,11 +16,10 @@ keys and values bf16 (or fp32, multiplied as such), D a power of two.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
+from localchat.kernels.gpu import tl, triton
 
 # Scores held at once, in fp32 elements (256 MB): queries are taken in blocks so that memory does not grow with T * S.
 _MAX_SCORES = 64 * 1024 * 1024

@@ -17,10 +17,9 @@ Three kernels share the layout:
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_packing import dequantize
 
 

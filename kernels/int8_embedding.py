@@ -5,11 +5,10 @@ the kernel. Moves H bytes in and 4 H out a token. An id outside 0..V-1 is the ca
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
+from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_packing import dequantize_rows
 
 

@@ -6,9 +6,9 @@ kernel serves one token, one with tl.dot serves 2 to about 64, and `dequantize_i
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from localchat.kernels.gpu import tl, triton
 
 # Rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md.
 GEMV_ROWS, GEMV_K, GEMV_WARPS = 2, 1024, 2

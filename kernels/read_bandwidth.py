@@ -4,9 +4,8 @@ A plain Triton kernel sums several gigabytes of fp32; nothing that reads weights
 """
 
 import torch
-import triton
-import triton.language as tl
-from triton.testing import do_bench
+
+from localchat.kernels.gpu import tl, triton
 
 # Bandwidth by the vendors' data sheets, bytes per second, by a part of the name that torch reports.
 SHEET = {
@@ -31,6 +30,8 @@ def _read_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
 
 def read_bandwidth(nbytes: int = 4_000_000_000) -> float:
     """Bytes per second of reading `nbytes` on the current CUDA device, median of repeated runs."""
+    from triton.testing import do_bench
+
     programs = nbytes // (4 * _BLOCK * _ITERATIONS)
     x = torch.randn(programs * _BLOCK * _ITERATIONS, device="cuda")
     y = torch.empty(programs, device="cuda")

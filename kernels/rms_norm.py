@@ -7,11 +7,10 @@ program holds one row in registers.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from localchat.kernels.checks import FLOATS, check_tensor
+from localchat.kernels.gpu import tl, triton
 from localchat.kernels.scaled_half import power_of_two_scale, warps_for
 
 

@@ -15,11 +15,10 @@ order.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from localchat.kernels.checks import FLOATS, check_tensor
+from localchat.kernels.gpu import tl, triton
 from localchat.kernels.rms_norm import rms_norm_reference
 
 

@@ -11,11 +11,10 @@ angle is reduced to [-pi/4, pi/4] in fp64 (error 1e-10 there) and two short poly
 import math
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
+from localchat.kernels.gpu import tl, triton
 
 _TWO_OVER_PI = tl.constexpr(2 / math.pi)
 _HALF_PI = tl.constexpr(math.pi / 2)

@@ -28,9 +28,9 @@ Moves 5 V bytes in and 4 V out, and 4 V for each launch that works, out of the L
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from localchat.kernels.gpu import tl, triton
 
 SEEN_IN_CONTEXT, SEEN_IN_REPLY = 1, 2
 _MASK = 0xFFFFFFFF

@@ -9,11 +9,10 @@ codes of at most 8 stays in range only if the inputs are bounded.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
+from localchat.kernels.gpu import tl, triton
 
 LIMIT = 512.0
 _BLOCK = 4096

@@ -7,11 +7,10 @@ or bf16 in one pass. Moves 2 T I elements in and 2 T I bytes out; one program a 
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
+from localchat.kernels.gpu import tl, triton
 from localchat.kernels.scaled_half import power_of_two_scale, warps_for
 
 _BLOCK = 4096

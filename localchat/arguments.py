@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from localchat import __version__
+from localchat.config import GROUP_SIZES
 from localchat.errors import UsageError
 from localchat.parameters import PARAMETERS, Parameter, parse
 from localchat.text_safety import one_line
@@ -23,7 +24,6 @@ COMMANDS = {
     "bench": "measure prefill and decode speed",
 }
 ALIASES = {"chat": "run", "ls": "list", "quantise": "quantize"}
-GROUP_SIZES = (32, 64, 128)
 _MISSING = "the following arguments are required: "  # argparse's words
 
 
@@ -118,12 +118,22 @@ def parser_for(command: str) -> Parser:
     else:
         text = "an alias, a hub id (owner/name[@revision]), a folder or a .gguf"
         parser.add_argument("model", metavar="MODEL", help=text)
-        parser.flag("--offline", action="store_true", help="use only what is on the disk")
-        parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
         if command == "run":
             _run_flags(parser)
         elif command in ("show", "bench"):
             parser.flag("--json", action="store_true", help="print one JSON document")
+    if command not in ("list", "show"):  # these two never download
+        parser.flag("--offline", action="store_true", help="use only what is on the disk")
+        parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
+    if command in ("run", "bench"):
+        parser.flag(
+            "--gpu", default="auto", metavar="N|cpu", help="which card, or the processor (default: a card if any)"
+        )
+        parser.flag("--vram", type=_gigabytes, metavar="GB", help="take at most this much of the card's memory")
+    if command == "bench":
+        parser.flag("--synthetic", action="store_true", help="random weights of the model's shapes, nothing downloaded")
+        parser.flag("-p", "--prompt-tokens", type=_positive, default=512, metavar="N", help="prompt length (512)")
+        parser.flag("-n", "--tokens", type=_positive, default=128, metavar="N", help="tokens to decode (128)")
     if command in ("show", "run"):
         parser.flag("-c", "--ctx", "--ctx-size", "--num-ctx", type=_positive, metavar="N", help="context in tokens")
     parser.flag("--debug", action="store_true", help="print a traceback with an error")
@@ -157,15 +167,13 @@ def _quantize_flags(parser: Parser) -> None:
     parser.add_argument("source", metavar="SRC", help="a folder with safetensors, a .gguf, an alias or a hub id")
     parser.flag("-o", "--output", metavar="DIR", help="the folder to write (default: the user's cache)")
     parser.flag("--group-size", type=int, choices=GROUP_SIZES, help="weights per scale")
-    parser.flag("--sym", dest="symmetric", action="store_true", default=None, help="one scale per group")
-    parser.flag("--min", dest="symmetric", action="store_false", help="a scale and a minimum per group")
+    parser.flag("--sym", action="store_true", help="one scale per group (default for large models, groups of 128)")
+    parser.flag("--min", action="store_true", help="scale and minimum (default for small models, groups of 32)")
     parser.flag(
         "--keep", action="append", type=_keep, default=[], metavar="REGEX=bf16|int8", help="tensors to keep wider"
     )
     parser.flag("--max-shard-size", type=_bytes, metavar="SIZE", help="longest file, such as 5GB or 500MB")
     parser.flag("--overwrite", action="store_true", help="replace DIR")
-    parser.flag("--offline", action="store_true", help="use only what is on the disk")
-    parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
 
 
 def _typed(parameter: Parameter) -> Callable[[str], Any]:
@@ -182,6 +190,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GB")
+    return size
 
 
 def _keep(text: str) -> tuple[str, int]:

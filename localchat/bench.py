@@ -41,6 +41,7 @@ class BenchResult:
     memory_bytes: int
     sheet_bandwidth: float | None = None
     read_bandwidth: float | None = None
+    synthetic: bool = False
 
     @property
     def bandwidth(self) -> float:
@@ -69,7 +70,7 @@ def run(
     memory = torch.cuda.max_memory_allocated() if on_card else memory_used(device)[0]
     sheet, read = card_limits() if on_card else (None, None)
     return BenchResult(
-        model=f"{model.alias} (synthetic weights)" if isinstance(model, Entry) else model.name,
+        model=f"{model.alias}, synthetic weights" if isinstance(model, Entry) else model.name,
         device=torch.cuda.get_device_name() if on_card else "cpu",
         threads=torch.get_num_threads(),
         prompt_tokens=prompt_tokens,
@@ -81,6 +82,7 @@ def run(
         memory_bytes=memory,
         sheet_bandwidth=sheet,
         read_bandwidth=read,
+        synthetic=isinstance(model, Entry),
     )
 
 

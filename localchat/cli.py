@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TextIO
 
 from localchat.arguments import parse_command_line
-from localchat.errors import UserError
 from localchat.failures import failure_of
 
 
@@ -31,14 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else 1
-            _flush_or_discard(sys.stdout)
         except BrokenPipeError:
             code = 141
         except KeyboardInterrupt:
             code = 130
             _complain("localchat: interrupted")
-        except UserError as error:
-            code = _report(error, debug="--debug" in words)
         except Exception as error:  # noqa: BLE001 - the last place that can turn a fault into a sentence
             code = _report(error, debug="--debug" in words)
         finally:
@@ -94,12 +90,17 @@ def _quantize(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from localchat import listing
-    from localchat.prepare import packed_folder
+    from localchat.prepare import packed_folder, synthetic_entry
 
-    folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
+    what = (
+        synthetic_entry(args.model) if args.synthetic else packed_folder(args.model, offline=args.offline, yes=args.yes)
+    )
     from localchat import bench
+    from localchat.device import choose_device
 
-    return listing.print_bench(args.model, bench.run(folder), as_json=args.json)
+    device = choose_device(args.gpu, args.vram)
+    result = bench.run(what, device=device, prompt_tokens=args.prompt_tokens, decode_tokens=args.tokens)
+    return listing.print_bench(args.model, result, as_json=args.json)
 
 
 def _report(error: BaseException, *, debug: bool) -> int:

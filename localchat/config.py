@@ -10,11 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from localchat.errors import BadCheckpoint
 
+_MOST_LAYERS = 1000  # more is a damaged file, not a model
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+GROUP_SIZES = (32, 64, 128)  # as in kernels/int4_packing.py (which imports torch)
 
 # Families people will try, with what to say of them. Everything else is "not one of ...".
 _KNOWN_UNSUPPORTED = {
@@ -105,7 +107,7 @@ class QuantizationConfig:
 
 def _tensor_format(raw: Mapping[str, Any]) -> TensorFormat:
     bits, group_size = int(raw["bits"]), int(raw.get("group_size", 0))
-    if bits not in (4, 8, 16) or (bits == 4 and group_size not in (32, 64, 128)):
+    if bits not in (4, 8, 16) or (bits == 4 and group_size not in GROUP_SIZES):
         raise ValueError(f"bits {bits}, group_size {group_size}")
     return TensorFormat(bits, group_size, bool(raw.get("symmetric", True)))
 
@@ -114,7 +116,7 @@ def _tensor_format(raw: Mapping[str, Any]) -> TensorFormat:
 class ModelConfig:
     """The shape of a dense decoder. Sizes are counts of elements; `head_dim` is per head.
 
-    `quantization_config` is None for a checkpoint that was not packed by this program; `foreign_quantization` then
+    `quantization` is None for a checkpoint that was not packed by this program; `foreign_quantization` then
     holds another tool's quantization_config, if there is one, for the reader that converts it.
     """
 
@@ -134,7 +136,6 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    eos_token_id: tuple[int, ...] = ()
     quantization: QuantizationConfig | None = None
     foreign_quantization: Mapping[str, Any] | None = None
 
@@ -162,7 +163,7 @@ class ModelConfig:
             reason = _KNOWN_UNSUPPORTED.get(model_type, f"known architectures are {', '.join(ARCHITECTURES)}")
             raise BadCheckpoint(f"config.json: model_type {model_type!r} cannot be run: {reason}.")
         _refuse_what_would_be_wrong(text)
-        attention_bias, qwen2 = bool(text.get("attention_bias", False)), model_type == "qwen2"
+        attention_bias, qwen2 = _flag(text, "attention_bias"), model_type == "qwen2"
         heads = _count(text, "num_attention_heads")
         kv_heads = _count(text, "num_key_value_heads", heads)
         head_dim = _count(text, "head_dim", _count(text, "hidden_size") // heads)
@@ -172,28 +173,28 @@ class ModelConfig:
                 "do not divide as grouped-query attention with RoPE needs."
             )
         quantization = text.get("quantization_config")
-        ours = isinstance(quantization, Mapping) and quantization.get("quant_method") == "localchat"
+        if not isinstance(quantization, Mapping | None):
+            raise BadCheckpoint(f"config.json: quantization_config is {quantization!r}, wanted an object.")
         max_position = _count(text, "max_position_embeddings")
         return cls(
             model_type=model_type,
             hidden_size=_count(text, "hidden_size"),
             intermediate_size=_count(text, "intermediate_size"),
-            num_hidden_layers=_count(text, "num_hidden_layers"),
+            num_hidden_layers=_count(text, "num_hidden_layers", most=_MOST_LAYERS),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=_count(text, "vocab_size"),
             rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
             max_position_embeddings=max_position,
-            tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(text, "tie_word_embeddings"),
             rope=_rope(text, max_position),
             qk_norm=model_type == "qwen3",
             qkv_bias=qwen2 or attention_bias,
             o_bias=attention_bias and not qwen2,
-            mlp_bias=bool(text.get("mlp_bias", False)) and model_type == "llama",
-            eos_token_id=token_ids(text.get("eos_token_id")),
-            quantization=QuantizationConfig.from_dict(quantization) if ours and quantization else None,
-            foreign_quantization=quantization if not ours and quantization else None,
+            mlp_bias=_flag(text, "mlp_bias") and model_type == "llama",
+            quantization=QuantizationConfig.from_dict(quantization) if _is_ours(quantization) else None,
+            foreign_quantization=None if _is_ours(quantization) else quantization or None,
         )
 
 
@@ -204,6 +205,15 @@ def load_config(folder: Path) -> ModelConfig:
         BadCheckpoint: the file is absent, is not JSON, or ModelConfig.from_dict refuses it.
     """
     return ModelConfig.from_dict(read_json(folder / "config.json"))
+
+
+def packed_format(folder: Path) -> QuantizationConfig | None:
+    """How `folder` was packed by this program, of whatever version; None where it is no complete packed folder."""
+    try:
+        raw = read_json(folder / "config.json").get("quantization_config")
+        return QuantizationConfig.from_dict(raw) if _is_ours(raw) else None
+    except BadCheckpoint:
+        return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -225,10 +235,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def token_ids(value: object) -> tuple[int, ...]:
-    """An `eos_token_id` as configs write it (absent, one id, or a list) as a tuple."""
-    ids = value if isinstance(value, list) else [value]
-    return tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool))
+def _is_ours(quantization: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a `quantization_config` was written by `QuantizationConfig.to_dict`."""
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "localchat"
+
+
+def _flag(text: Mapping[str, Any], key: str) -> bool:
+    value = text.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise BadCheckpoint(f"config.json: {key} is {value!r}, wanted true or false.")
+    return bool(value)
 
 
 def _number(text: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -239,10 +255,10 @@ def _number(text: Mapping[str, Any], key: str, default: float | None = None) -> 
     return float(value)
 
 
-def _count(text: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _count(text: Mapping[str, Any], key: str, default: int | None = None, most: int = 1 << 31) -> int:
     value = _number(text, key, default)
-    if value != int(value):
-        raise BadCheckpoint(f"config.json: {key} is {value!r}, wanted a whole number.")
+    if value != int(value) or value > most:
+        raise BadCheckpoint(f"config.json: {key} is {value!r}, wanted a whole number up to {most:,}.")
     return int(value)
 
 
@@ -251,12 +267,12 @@ def _refuse_what_would_be_wrong(text: Mapping[str, Any]) -> None:
     wanted: dict[str, tuple[object, ...]] = {
         "hidden_act": ("silu", "swish"),
         "use_sliding_window": (False,),
-        "partial_rotary_factor": (1, 1.0),
+        "partial_rotary_factor": (1,),
         "mlp_only_layers": ([],),
         "is_encoder_decoder": (False,),
         "pretraining_tp": (1, 0),
-        "rotary_pct": (1, 1.0),
-        "logit_scale": (1, 1.0),
+        "rotary_pct": (1,),
+        "logit_scale": (1,),
         "attn_logit_softcapping": (),
         "final_logit_softcapping": (),
         "num_experts": (0,),
@@ -268,9 +284,10 @@ def _refuse_what_would_be_wrong(text: Mapping[str, Any]) -> None:
             raise BadCheckpoint(f"config.json: {key} = {value!r} is not implemented, the answers would be wrong.")
     if text.get("use_sliding_window") is None and text.get("sliding_window") and text.get("model_type") == "llama":
         raise BadCheckpoint(f"config.json: sliding_window = {text['sliding_window']!r} is not implemented.")
-    kinds = set(text.get("layer_types") or []) - {"full_attention"}
-    if kinds:
-        raise BadCheckpoint(f"config.json: layer_types has {', '.join(sorted(map(str, kinds)))}, not implemented here.")
+    kinds = text.get("layer_types") or []
+    other = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+    if other:
+        raise BadCheckpoint(f"config.json: layer_types has {other[0]!r}, not implemented here.")
 
 
 # Keys a RoPE record may carry. Another one could change the frequencies, so it is refused.
@@ -288,7 +305,7 @@ def _rope(text: Mapping[str, Any], max_position: int) -> RopeParameters:
     if not isinstance(raw, Mapping):
         raise BadCheckpoint(f"config.json: rope parameters are a {type(raw).__name__}, wanted an object.")
     raw = {k: v for k, v in raw.items() if v is not None}
-    rope_type = raw.pop("rope_type", raw.get("type", "default"))
+    rope_type = str(raw.pop("rope_type", raw.get("type", "default")))
     raw.pop("type", None)
     theta = _number({"rope_theta": raw.pop("rope_theta", text.get("rope_theta"))}, "rope_theta", 10000.0)
     if rope_type not in _ROPE_KEYS:

@@ -37,6 +37,7 @@ class CudaOps(ReferenceOps):
 
     weight_dtype = torch.bfloat16
     cache_dtype = torch.bfloat16
+    prefill_chunk = 2048
 
     def __init__(self, device: torch.device) -> None:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -16,9 +16,6 @@ from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
 from localchat.model import Model
 from localchat.sampling import Sampling
 
-# Tokens of one forward during prefill: bounds memory, and how long Ctrl-C waits.
-PREFILL_CHUNK = 256
-
 
 class Engine:
     """A model with the cache of one conversation, preallocated for `max_length` tokens.
@@ -45,9 +42,9 @@ class Engine:
         """
         length = min(length, len(self.ids))
         if length < len(self.ids):
-            self.cache.truncate(length)
-            del self.ids[length:]
             self._hidden = None
+            del self.ids[length:]
+            self.cache.truncate(length)
         return length
 
     def prefill(self, ids: Sequence[int]) -> Iterator[int]:
@@ -60,8 +57,9 @@ class Engine:
             raise ValueError(f"prefill: got {len(ids)} ids behind {len(self.ids)}, wanted at most {self.max_length}")
         if ids and not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
             raise ValueError(f"prefill: got ids {min(ids)}..{max(ids)}, wanted 0..{self.model.config.vocab_size - 1}")
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = list(ids[start : start + PREFILL_CHUNK])
+        size = self.model.ops.prefill_chunk
+        for start in range(0, len(ids), size):
+            chunk = list(ids[start : start + size])
             self._forward(chunk)
             yield start + len(chunk)
 
@@ -88,7 +86,9 @@ class Engine:
     def decode_one_token(self, token: int, sampling: Sampling) -> int:
         """One step: put `token` into the cache and draw its successor."""
         if self._graph is not None:
-            drawn = self._graph.step(token, self.cache.length, sampling)
+            self.cache.truncate(len(self.ids))
+            self._hidden = None  # it stays inside the graph
+            drawn = self._graph.step(token, len(self.ids), sampling)
             self._appended([token])
             return drawn
         self._seen[token] |= SEEN_IN_CONTEXT | SEEN_IN_REPLY
@@ -97,11 +97,14 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, ids: list[int]) -> None:
-        start, device = self.cache.length, self.model.device
+        # `ids` is what counts: after Ctrl-C in the wrong moment the cache may be longer, but never shorter.
+        start, device = len(self.ids), self.model.device
+        self.cache.truncate(start)
+        self._hidden = None
         positions = torch.arange(start, start + len(ids), device=device)
         hidden = self.model(torch.tensor(ids, device=device), positions, self.cache)
-        self._hidden = hidden[-1:]
         self._appended(ids)
+        self._hidden = hidden[-1:]
 
     def _appended(self, ids: list[int]) -> None:
         self.cache.append(len(ids))

@@ -19,8 +19,6 @@ from localchat.config import ModelConfig, read_json
 from localchat.errors import BadCheckpoint, ModelNotFound, UserError
 from localchat.transfer import Fetched, Notice, Plan, Progress, check_disk_space
 
-__all__ = ["Fetched", "Notice", "Plan", "Progress", "fetch", "plan"]
-
 _WANTED = (
     "config.json",
     "generation_config.json",
@@ -31,7 +29,8 @@ _WANTED = (
     "*.safetensors",
 )
 _NOT_WANTED = ("consolidated*.safetensors", "adapter_*.safetensors")  # a second copy; not a whole model
-_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+# As huggingface_hub checks it: dots and dashes neither doubled nor at the ends.
+_HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)
 _TIMEOUT = 5.0  # seconds until the hub counts as unreachable
 
 
@@ -136,7 +135,7 @@ def _download(todo: Plan) -> Generator[Progress | Fetched, None, None]:
             outcome.append(path.parent)
         except _Cancelled:
             return
-        except _failures() as error:
+        except Exception as error:  # noqa: BLE001 - raised below, where somebody listens
             outcome.append(error)
 
     # A thread of its own, and a daemon: Ctrl-C must not wait for a stalled connection.
@@ -150,9 +149,11 @@ def _download(todo: Plan) -> Generator[Progress | Fetched, None, None]:
             yield Progress(current, shown, todo.total_bytes)
     finally:
         stop.set()
-    result = outcome[0] if outcome else RuntimeError("the download's thread ended without a result")
-    if isinstance(result, Exception):
+    result = outcome[0]  # it ends without one only after `stop`
+    if isinstance(result, _failures()):
         raise _explained(result, todo.source_id, todo.revision) from result
+    if isinstance(result, Exception):
+        raise result
     yield Fetched(result, todo.source_id, todo.revision)
 
 
@@ -183,7 +184,8 @@ def _cached(repo: str, revision: str | None) -> Fetched | None:
         return None
     folder = Path(config).parent
     index = folder / "model.safetensors.index.json"
-    shards = set(read_json(index).get("weight_map", {}).values()) if index.exists() else set()
+    weight_map = read_json(index).get("weight_map") if index.exists() else None
+    shards = set(weight_map.values()) if isinstance(weight_map, dict) else set()
     complete = all((folder / shard).exists() for shard in shards) if shards else any(folder.glob("*.safetensors"))
     return Fetched(folder, repo, folder.name) if complete and (folder / "tokenizer.json").exists() else None
 

@@ -40,6 +40,7 @@ class ReferenceOps:
     dtype = torch.float32
     weight_dtype = torch.float32
     cache_dtype = torch.float32
+    prefill_chunk = 256  # tokens of one forward during prefill: bounds memory, and how long Ctrl-C waits
 
     def prepare(self, linear: "Linear") -> None:
         """Called once per matrix after loading: bring its tensors into the form that `product` wants."""
@@ -118,7 +119,8 @@ class CpuOps(ReferenceOps):
     Those kernels take and give bf16. The residual stream between them stays fp32, and the logits that can win are
     computed once more in fp32: with bf16 throughout, a trained model's near-ties (0.1 of 25) are lost in the rounding.
     torch's INT4 kernel has its own order of nibbles, so each matrix is repacked once on load. It takes N that is a
-    multiple of 16; other matrices (none of a real model) stay with the reference.
+    multiple of 16, the INT8 kernel K that is one (it reads past the end of others); what does not fit, which is nothing
+    of a real model, stays with the reference.
     """
 
     weight_dtype = torch.bfloat16
@@ -135,14 +137,14 @@ class CpuOps(ReferenceOps):
             linear.cpu_scales_zeros = stacked.to(torch.bfloat16)
             linear.qweight = linear.scales = torch.empty(0)
             linear.mins = None
-        if linear.bits == 8:
+        if linear.bits == 8 and linear.weight.shape[1] % 16 == 0:
             linear.cpu_scales = linear.scales.to(torch.bfloat16)
 
     def product(self, x: Tensor, linear: "Linear") -> Tensor:
         half, y = x.to(torch.bfloat16), None
         if linear.bits == 16:
             y = torch.nn.functional.linear(half, linear.weight)
-        elif linear.bits == 8:
+        elif linear.cpu_scales is not None:
             y = torch.ops.aten._weight_int8pack_mm(half, linear.weight, linear.cpu_scales)
         elif linear.cpu_qweight is not None:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localchat import registry, store
-from localchat.config import ModelConfig, load_config
+from localchat.config import load_config, packed_format
 from localchat.errors import ModelNotFound, UsageError, UserError
 from localchat.text_safety import one_line
 from localchat.transfer import Fetched, Notice, Plan
@@ -36,11 +36,12 @@ def packed_folder(name: str, *, offline: bool, yes: bool) -> Path:
     path = store.as_path(name)
     if path is None:
         announce(name)
-    elif path.is_dir() and store.is_packed(path):
+    elif packed_format(path):
         return path
     if found := store.find(name):
         return found
     source = store.local_source(path) if path else fetch(name, offline=offline, yes=yes)
+    _check_texts(source.path)
     return _rounded(source, title=registry_name(name))
 
 
@@ -57,6 +58,22 @@ def announce(name: str) -> None:
         say(entry.notice)
     if entry.unsupported:
         raise UserError(f"{entry.hub_id} cannot be run: {entry.unsupported}.")
+
+
+def synthetic_entry(name: str) -> registry.Entry:
+    """The registry entry whose shapes a synthetic model gets.
+
+    Raises:
+        ModelNotFound: `name` is not an alias.
+        UserError: the model is known and cannot be run.
+    """
+    announce(name)
+    entry = registry.lookup(name)
+    if entry is None:
+        near = registry.suggest(name)
+        hint = f"did you mean {near}?" if near else "`localchat list` names them."
+        raise ModelNotFound(f"--synthetic takes the name of a known model, {one_line(name)} is none.", hint)
+    return entry
 
 
 def registry_name(name: str) -> str:
@@ -103,30 +120,34 @@ def _confirm(plan: Plan, *, yes: bool) -> None:
         raise UserError("nothing was downloaded.", "-y downloads without asking.")
 
 
+def _check_texts(source: Path) -> None:
+    """Refuse a model folder that could not be chatted with before its weights are converted.
+
+    Raises:
+        BadCheckpoint: tokenizer, chat template or generation config are missing or damaged.
+    """
+    if not source.is_dir():
+        return  # a .gguf's are rebuilt during the conversion
+    from localchat.template import ChatTemplate
+    from localchat.tokenizer import Tokenizer
+
+    load_config(source)
+    ChatTemplate.load(source, Tokenizer.load(source))
+
+
 def _rounded(source: Fetched, title: str) -> Path:
     """The packed folder of `source` in the cache, converted by plain rounding if it is not there."""
     from localchat.quantize.convert import default_recipe
 
-    config = source_config(source.path)
-    recipe = replace(default_recipe(config, source.path), search=False)
+    recipe = replace(default_recipe(source.path), search=False)
     out = store.target(source, repr(recipe))
     if store.is_locked(out):
         say(f"another localchat is quantising {title}: waiting for it")
     with store.locked(out):
-        if not (out.is_dir() and store.is_packed(out)):
+        if not packed_format(out):
             say(f"quantising {title} to INT4 by rounding, once")
             run_conversion(source, out, recipe, overwrite=False)
     return out
-
-
-def source_config(path: Path) -> ModelConfig:
-    """The config of a checkpoint that is on the disk, a folder or a .gguf."""
-    if path.is_dir():
-        return load_config(path)
-    from localchat.quantize.convert import open_source
-
-    with open_source(path) as source:
-        return source.model_config
 
 
 def run_conversion(source: Fetched, out: Path, recipe: "Recipe", *, overwrite: bool) -> None:
@@ -150,15 +171,17 @@ def quantize(args: argparse.Namespace) -> Path:
     path = store.as_path(args.source)
     if path is None:
         announce(args.source)
-    elif path.is_dir() and store.is_packed(path):
+    elif packed_format(path):
         raise UsageError(f"{one_line(args.source)} is quantised already.", "give the checkpoint that it was made from.")
     out = Path(args.output).expanduser() if args.output else None
     if out and out.exists() and not args.overwrite:
         raise UserError(f"{one_line(args.output)} exists already.", "choose another folder or pass --overwrite.")
     source = store.local_source(path) if path else fetch(args.source, offline=args.offline, yes=args.yes)
     recipe = _recipe(args, source.path)
-    if out is None:
-        out = store.target(source, repr(recipe))
+    if out:
+        run_conversion(source, out, recipe, overwrite=args.overwrite)
+        return out
+    out = store.target(source, repr(recipe))
     with store.locked(out):
         run_conversion(source, out, recipe, overwrite=args.overwrite)
     return out
@@ -168,15 +191,15 @@ def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
     """The default for the model, with what the flags say."""
     from localchat.quantize.convert import default_recipe
 
+    if args.sym and args.min:
+        raise UsageError("--sym and --min exclude each other: choose one scale, or a scale and a minimum, per group.")
     given = {
         "group_size": args.group_size,
-        "symmetric": args.symmetric,
+        "symmetric": args.sym if args.sym or args.min else None,
         "max_shard_size": args.max_shard_size,
         "keep": tuple(args.keep) or None,
     }
-    return replace(
-        default_recipe(source_config(source), source), **{name: v for name, v in given.items() if v is not None}
-    )
+    return replace(default_recipe(source), **{name: v for name, v in given.items() if v is not None})
 
 
 def say(text: str) -> None:

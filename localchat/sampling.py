@@ -37,7 +37,8 @@ class Sampling:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise UsageError(f"{name} is {value}, it must be between {low} and {high}.")
+                wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+                raise UsageError(f"{name} is {value}, it must be {wanted}.")
 
     @classmethod
     def from_generation_config(cls, raw: Mapping[str, Any]) -> "Sampling":

@@ -40,7 +40,6 @@ _MULTIPLYING = frozenset(
 _LAZY_FILTERS = frozenset({"map", "select", "reject", "selectattr", "rejectattr"})
 # No prompt needs these; each can take quadratic time, or does not give the same text twice.
 _REMOVED_FILTERS = ("pprint", "random", "striptags", "sum", "urlize", "wordwrap", "xmlattr")
-_REMOVED_GLOBALS = ("lipsum",)
 # Widths of five digits and more, widths taken from an argument, replacement fields in replacement fields.
 _WIDE_FORMAT = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*?(\*|\d{5})|\{[^{}]*(\{|\d{5})")
 
@@ -163,8 +162,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for name in _REMOVED_FILTERS:
             del self.filters[name]
         self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
-        for name in _REMOVED_GLOBALS:
-            del self.globals[name]
+        del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
 
@@ -218,7 +216,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The filter `function` with its arguments and its result measured."""
-        first = 1 if _wants_context(function) else 0
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context comes before the value
 
         @functools.wraps(function)  # with jinja2's marks, such as pass_context
         def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -270,10 +268,6 @@ class _Generation(Extension):
         """The block's content, in a scope of its own."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _wants_context(function: Callable[..., Any]) -> bool:
-    return getattr(function, "jinja_pass_arg", None) is not None
 
 
 def _refuse_wide_format(operation: str, text: Any) -> None:

@@ -68,6 +68,8 @@ class SlashCommands:
             "/show": self._show,
         }
         if name in ("/bye", "/exit", "/quit"):
+            if rest.strip():
+                raise UsageError(f"{name} takes no argument.", f"// starts a message with a slash: /{one_line(text)}")
             return None
         if name not in commands:
             near = difflib.get_close_matches(name, NAMES, n=1)

@@ -45,31 +45,20 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def memory_used(device: str = "cpu") -> tuple[int, int]:
-    """(used, total) bytes: of the card for a CUDA device, else this process's resident set and the physical RAM.
-
-    Where the system does not tell a number it is 0.
-    """
+    """(used, total) bytes: of the card for a CUDA device, else this process's resident set and the physical RAM."""
     if device.startswith("cuda"):
         import torch
 
         free, total = torch.cuda.mem_get_info(torch.device(device))
         return total - free, total
-    return _resident_bytes(), _physical_bytes()
+    return _resident_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")  # Linux: pages, the second number is the resident set
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if sys.platform == "win32":
-        return 0
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS tells the peak only, in bytes
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _physical_bytes() -> int:
-    if sys.platform == "win32":
-        return 0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -5,7 +5,8 @@
     <cache>/downloads/                    model files that did not come from the hub (the hub has its own cache)
 
 <cache> is $LOCALCHAT_CACHE, else $XDG_CACHE_HOME/localchat, else ~/.cache/localchat. A folder that is being written
-is called *.partial and does not count. One in an older packed format does not count either: it is converted anew.
+is called *.partial, one that is being replaced *.old: neither counts. Nor does one in an older packed format: it is
+converted anew.
 """
 
 import fcntl
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localchat import registry
-from localchat.config import QuantizationConfig, read_json
-from localchat.errors import BadCheckpoint, ModelNotFound, UserError
+from localchat.config import QuantizationConfig, packed_format
+from localchat.errors import ModelNotFound, UserError
 from localchat.transfer import Fetched
 
 
@@ -77,11 +78,6 @@ def local_source(path: Path) -> Fetched:
     return Fetched(path, str(path), seen.hexdigest()[:12])
 
 
-def is_packed(folder: Path) -> bool:
-    """Whether `folder` holds a model that was converted by this program (of whatever version)."""
-    return (folder / "config.json").is_file() and _quantization(folder) is not None
-
-
 def find(name: str) -> Path | None:
     """The packed folder in the cache for an alias, a hub id (optionally "@revision") or a path. Newest first.
 
@@ -120,7 +116,7 @@ def target(source: Fetched, recipe: str = "") -> Path:
 def listing() -> list[Stored]:
     """All complete packed models in the cache, by name. Reads config.json only: needs no torch."""
     folders = _packed_dir().iterdir() if _packed_dir().is_dir() else iter(())
-    stored = [_stored(folder) for folder in folders if folder.suffix != ".partial" and folder.is_dir()]
+    stored = [_stored(folder) for folder in folders if folder.suffix not in (".partial", ".old") and folder.is_dir()]
     return sorted((s for s in stored if s), key=lambda s: (s.name, s.modified))
 
 
@@ -168,7 +164,7 @@ def _packed_dir(create: bool = False) -> Path:
 
 def _stored(folder: Path) -> Stored | None:
     """What lies in `folder`, or None where it is no complete packed model."""
-    quantization = _quantization(folder)
+    quantization = packed_format(folder)
     if quantization is None:
         return None
     source_id = str(quantization.source.get("id", ""))
@@ -180,15 +176,6 @@ def _stored(folder: Path) -> Stored | None:
         nbytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
         modified=(folder / "config.json").stat().st_mtime,
     )
-
-
-def _quantization(folder: Path) -> QuantizationConfig | None:
-    try:
-        raw = read_json(folder / "config.json").get("quantization_config")
-        ours = isinstance(raw, dict) and raw.get("quant_method") == "localchat"
-        return QuantizationConfig.from_dict(raw) if ours and raw else None
-    except BadCheckpoint:
-        return None
 
 
 def _newest(candidates: list[Stored]) -> Path | None:

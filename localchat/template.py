@@ -52,17 +52,16 @@ class ChatTemplate:
             raise BadCheckpoint(f"the model's chat template cannot be compiled ({error}).") from error
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: Tokenizer | None = None) -> "ChatTemplate":
+    def load(cls, folder: Path, tokenizer: Tokenizer) -> "ChatTemplate":
         """The template of a model folder: chat_template.jinja, else `chat_template` in tokenizer_config.json.
 
-        `tokenizer` names the added tokens; without one it is loaded from the folder.
+        `tokenizer`, the folder's own, names the added tokens.
 
         Raises:
             BadCheckpoint: there is no template, or it cannot be compiled.
         """
         path = folder / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
-        tokenizer = tokenizer or Tokenizer.load(folder)
         variables = {name: token_content(config.get(name)) for name in _TOKEN_VARIABLES}
         variables = {name: token for name, token in variables.items() if token}
         return cls(_source(folder, config), tokenizer.added_tokens, variables)

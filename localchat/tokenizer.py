@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from localchat.config import read_json, token_ids
+from localchat.config import read_json
 from localchat.errors import BadCheckpoint
 
 # Terminators that some checkpoints declare nowhere but in their chat template.
@@ -75,10 +75,6 @@ class Tokenizer:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self._plain_ids(text))
 
-    def token_count(self, text: str) -> int:
-        """How many tokens `text` is."""
-        return len(self.encode_text(text))
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without hidden ones; invalid UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
         shown = [i for i in ids if i not in self.hidden_ids]
@@ -126,9 +122,15 @@ def _declared_stop_ids(folder: Path, backend: tokenizers.Tokenizer) -> set[int]:
     text_config = config.get("text_config")
     found: set[int] = set()
     for source in (generation, config, text_config if isinstance(text_config, dict) else {}):
-        found.update(token_ids(source.get("eos_token_id")))
+        found.update(_token_ids(source.get("eos_token_id")))
     eos = backend.token_to_id(token_content(tokenizer.get("eos_token")))
     return found if eos is None else found | {eos}
+
+
+def _token_ids(value: object) -> list[int]:
+    """The ids of an `eos_token_id` as configs write it: absent, one id, or a list."""
+    ids = value if isinstance(value, list) else [value]
+    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]
 
 
 def token_content(value: object) -> str:

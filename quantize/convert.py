@@ -16,17 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from localchat.config import ModelConfig, TensorFormat
+from localchat.config import TensorFormat
 from localchat.errors import BadCheckpoint, UserError
 from localchat.kernels.int4_packing import pack
 from localchat.quantize.plan import Matrix, Recipe, check_recipe, packed_config, plan, upper_size
 from localchat.quantize.scales import quantize_int4, quantize_int8_rows
 from localchat.quantize.source import Grid, Source, check
-from localchat.quantize.target import check_space, check_target, is_packed_folder, move_into_place, partial_folder
+from localchat.quantize.target import check_target, move_into_place, partial_folder
 from localchat.quantize.threads import worker_pool
 from localchat.quantize.writer import ShardWriter, write_file
+from localchat.transfer import check_disk_space
 
-__all__ = ["Progress", "Recipe", "convert", "default_recipe", "is_packed_folder", "open_source"]
+__all__ = ["Progress", "Recipe", "convert", "default_recipe", "open_source"]
 
 # Below this width a model loses too much with groups of 128 and no min.
 _SMALL = 2048
@@ -61,11 +62,11 @@ def open_source(path: Path) -> Source:
     raise UserError(f"{path}: there is no such model folder or .gguf file.")
 
 
-def default_recipe(config: ModelConfig, source: Source | Path) -> Recipe:
+def default_recipe(source: Source | Path) -> Recipe:
     """Groups of 128 without min; groups of 32 with min for small models and for what is such a grid already."""
     with ExitStack() as stack:
         opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
-        fine = config.hidden_size < _SMALL or opened.coarse_grid
+        fine = opened.model_config.hidden_size < _SMALL or opened.coarse_grid
     return Recipe(group_size=32, symmetric=False) if fine else Recipe()
 
 
@@ -99,7 +100,7 @@ def convert(
         check(opened)
         matrices = plan(opened.model_config, recipe)
         files = opened.files()
-        check_space(out, sum(upper_size(m) for m in matrices) + _SMALL_FILES)
+        check_disk_space(out.parent, sum(upper_size(m) for m in matrices) + _SMALL_FILES)
         stack.enter_context(_disk_errors(out))
         partial = stack.enter_context(partial_folder(out))
         yield from _write_tensors(opened, matrices, recipe, partial, device)
@@ -125,7 +126,7 @@ def _write_tensors(
     """Every matrix and norm, in order; the last step makes the shards final."""
     by_part = {part for m in matrices for p in m.parts for part in (f"{p}.weight", f"{p}.bias")}
     plain = [name for name in source.shapes if name not in by_part]
-    names = [f"{m.name}.{kind}" for m in matrices for kind in ("qweight", "scales", "mins", "bias")] + plain
+    names = [f"{m.name}.{kind}" for m in matrices for kind in ("qweight", "weight", "scales", "mins", "bias")] + plain
     total = sum(source.nbytes(name) for name in source.shapes)
     done = 0
     with ShardWriter(folder, names, recipe.max_shard_size) as writer:

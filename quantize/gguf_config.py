@@ -165,26 +165,25 @@ def _rope(metadata: Metadata, head_dim: int, freqs: ReaderTensor | None) -> dict
     prefix = f"{metadata.arch}.rope"
     theta = metadata.number(f"{prefix}.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = metadata.text(f"{prefix}.scaling.type", "none")
+    kind = metadata.text(f"{prefix}.scaling.type", "linear")  # llama.cpp's default
     factor = metadata.number(f"{prefix}.scaling.factor", metadata.number(f"{prefix}.scale_linear", 1.0))
     if kind not in ("none", "linear", "yarn"):
         raise BadCheckpoint(f"{metadata.path}: {prefix}.scaling.type = {kind!r} is not implemented.")
+    scaled = kind == "yarn" or (kind == "linear" and factor != 1.0)
     if freqs is not None:
-        if kind != "none":
+        if scaled:
             raise BadCheckpoint(f"{metadata.path}: has both rope_freqs.weight and {kind} scaling: not implemented.")
         return {**rope, **_llama3_from(metadata, freqs, theta, head_dim)}
     if kind == "yarn":
         return {**rope, **_yarn(metadata, factor)}
-    if factor != 1.0:
-        rope.update(rope_type="linear", factor=factor)
-    return rope
+    return {**rope, "rope_type": "linear", "factor": factor} if scaled else rope
 
 
 def _yarn(metadata: Metadata, factor: float) -> dict[str, Any]:
     """YaRN's keys. llama.cpp multiplies its own attention factor, 0.1 ln(factor) + 1, by the one in the file."""
     prefix = f"{metadata.arch}.rope.scaling"
-    for key in ("yarn_log_multiplier", "yarn_ext_factor"):
-        if metadata.value(f"{prefix}.{key}") not in (None, 0.0, 1.0 if key == "yarn_ext_factor" else 0.0):
+    for key, harmless in (("yarn_log_multiplier", 0.0), ("yarn_ext_factor", 1.0)):
+        if metadata.number(f"{prefix}.{key}", harmless) != harmless:
             raise BadCheckpoint(f"{metadata.path}: {prefix}.{key} is not implemented.")
     attention = metadata.number(f"{prefix}.attn_factor", metadata.number(f"{prefix}.yarn_attn_factor", 1.0))
     context = metadata.count(f"{metadata.arch}.context_length")

@@ -140,7 +140,7 @@ def _with_kept(matrices: list[Matrix], recipe: Recipe) -> list[Matrix]:
 
 
 def upper_size(matrix: Matrix) -> int:
-    """The most bytes a matrix takes in the packed folder."""
+    """The most bytes a matrix takes in the packed folder (a little more in the rare case of fp32 scales)."""
     n, k = matrix.shape
     if matrix.format.bits == 4:
         return n * k // 2 + n * (k // matrix.format.group_size) * (2 if matrix.format.symmetric else 4)

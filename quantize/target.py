@@ -4,16 +4,16 @@ Everything goes to `NAME.partial` beside the final place, which is renamed when 
 keeps two conversions of the same model apart; it goes away with the process, so a killed run leaves no trap.
 """
 
+import fcntl
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from localchat.config import read_json
-from localchat.errors import BadCheckpoint, UserError
+from localchat.config import packed_format
+from localchat.errors import UserError
 
 # The names a conversion writes.
 _OURS = re.compile(r"shard-\d+|model-\d+-of-\d+\.safetensors|[a-z_.]+\.json|chat_template\.jinja")
@@ -32,29 +32,10 @@ def check_target(source: Path, out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(f"{out}: exists already; choose another folder or pass --overwrite.")
-    if not is_packed_folder(out):
+    if out.is_symlink():
+        raise UserError(f"{out}: is a link, which is not overwritten; give the folder it points to.")
+    if packed_format(out) is None:
         raise UserError(f"{out}: is not a packed model folder, so it is not overwritten; choose another folder.")
-
-
-def is_packed_folder(folder: Path) -> bool:
-    """Whether `folder` is a complete folder that this program wrote."""
-    try:
-        quantization = read_json(folder / "config.json").get("quantization_config")
-    except BadCheckpoint:
-        return False
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "localchat"
-
-
-def check_space(out: Path, wanted: int) -> None:
-    """Refuse to start what the disk of `out` has no room for; `wanted` in bytes.
-
-    Raises:
-        UserError: with both numbers.
-    """
-    place = next(p for p in out.resolve().parents if p.exists())
-    free = shutil.disk_usage(place).free
-    if free < wanted:
-        raise UserError(f"{place}: has {free / 1e9:.1f} GB free, the packed model needs {wanted / 1e9:.1f} GB.")
 
 
 @contextmanager
@@ -83,7 +64,7 @@ def partial_folder(out: Path) -> Iterator[Path]:
 def move_into_place(partial: Path, out: Path) -> None:
     """Make the complete folder final; an old one at `out` (checked before) is removed once the new one stands there."""
     old = out.with_name(out.name + ".old")
-    if is_packed_folder(old):  # from a run that was killed between the two renames
+    if packed_format(old):  # from a run that was killed between the two renames
         shutil.rmtree(old)
     if out.exists():
         out.rename(old)
@@ -94,12 +75,7 @@ def move_into_place(partial: Path, out: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """An exclusive lock on `folder` for this process, where the system has such locks."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
+    """An exclusive lock on `folder` for this process."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from localchat import config
 from localchat.kernels import int4_packing as packing
 
 
@@ -64,3 +65,7 @@ def test_rows_have_one_scale_each() -> None:
 )
 def test_group_size_divides_k(k: int, wanted: int, got: int | None) -> None:
     assert packing.group_size_for(k, wanted) == got
+
+
+def test_the_torch_free_copy_of_the_group_sizes_agrees() -> None:
+    assert config.GROUP_SIZES == packing.GROUP_SIZES

@@ -54,10 +54,9 @@ def test_int4(device: torch.device, shape: tuple[int, int, int], tokens: int, wi
 
 
 @pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
-@pytest.mark.gpu
-def test_the_inline_ptx_and_its_twin_agree(device: torch.device, with_min: bool) -> None:
-    qweight, scales, mins = make_int4(512, 5120, 128, with_min, device)
-    x, row_scale = scaled_half(torch.randn(1, 5120, device=device))
+def test_the_inline_ptx_and_its_twin_agree(card: torch.device, with_min: bool) -> None:
+    qweight, scales, mins = make_int4(512, 5120, 128, with_min, card)
+    x, row_scale = scaled_half(torch.randn(1, 5120, device=card))
     ptx, twin = (int4_matmul(x, row_scale, qweight, scales, mins, use_ptx=use) for use in (True, False))
     assert relative(ptx, twin) < BOUND
 

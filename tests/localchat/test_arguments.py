@@ -54,7 +54,7 @@ def test_other_names_of_commands() -> None:
 def test_quantize() -> None:
     words = ["quantize", "src", "-o", "out", "--group-size", "64", "--min", "--max-shard-size", "1.5GB", "--overwrite"]
     args = parse_command_line([*words, "--keep", "a=b=bf16", "--keep", "lm_head=int8"])
-    assert (args.source, args.output, args.group_size, args.symmetric) == ("src", "out", 64, False)
+    assert (args.source, args.output, args.group_size, args.min, args.sym) == ("src", "out", 64, True, False)
     assert (args.keep, args.max_shard_size, args.overwrite) == ([("a=b", 16), ("lm_head", 8)], 1_500_000_000, True)
     assert parse_command_line(["quantize", "src", "--max-shard-size", "2GiB"]).max_shard_size == 2 << 30
 
@@ -71,6 +71,7 @@ def test_quantize() -> None:
         (["pull", "a", "b"], "'b' is one argument too many for `localchat pull`.", ""),
         (["quantize", "m", "--keep", "x=fp8"], "'x=fp8' is not REGEX=bf16 or REGEX=int8.", ""),
         (["quantize", "m", "--keep", "(=int8"], "'(' is not a regular expression", ""),
+        (["show", "m", "--offline"], "there is no flag '--offline' of `localchat show`.", ""),
         (["quantize", "m", "--group-size", "48"], "invalid choice: 48", ""),
         (["quantize", "m", "--max-shard-size", "big"], "'big' is not a size such as 5GB", ""),
         (["bench"], "`localchat bench` needs MODEL.", "`localchat bench --help`"),

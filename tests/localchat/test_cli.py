@@ -1,5 +1,6 @@
 """The command as a process: pipes byte for byte, exit codes, one sentence for each error, nothing heavy for --help."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,15 +231,40 @@ def test_every_ending_has_a_code(
 
 def test_quantize_and_run_what_is_not_quantised(command: Command, scripted: Scripted, tmp_path: Path) -> None:
     source = scripted("abc").parent / "source"
-    done = command("quantize", source, "-o", tmp_path / "out", "--group-size", "32", "--min", "--keep", "lm_head=bf16")
+    out = tmp_path / "new" / "out"
+    done = command("quantize", source, "-o", out, "--group-size", "32", "--min", "--keep", "lm_head=bf16")
     assert (done.returncode, done.stdout) == (0, b"")
-    assert command("run", tmp_path / "out", "hi").stdout == b"abc\n"
-    assert command("quantize", source, "-o", tmp_path / "out").returncode == 1
-    assert "quantised already" in command("quantize", tmp_path / "out").stderr.decode()
+    assert list(out.parent.iterdir()) == [out]  # no lock and nothing unfinished is left beside it
+    assert command("run", out, "hi").stdout == b"abc\n"
+    assert command("quantize", source, "-o", out).returncode == 1
+    assert "quantised already" in command("quantize", out).stderr.decode()
     first, second = command("run", source, "hi"), command("run", source, "hi")
     assert first.stdout == second.stdout == b"abc\n"
     assert first.stderr == b"localchat: quantising source to INT4 by rounding, once\n"
     assert second.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "word"),
+    [
+        ("tokenizer.json", None, "tokenizer.json"),
+        ("tokenizer.json", "{}", "tokenizer"),
+        ("tokenizer_config.json", "{}", "no chat template"),
+        ("generation_config.json", "{", "generation_config.json"),
+    ],
+)
+def test_what_cannot_chat_is_refused_before_its_weights_are_converted(
+    command: Command, scripted: Scripted, tmp_path: Path, file: str, content: str | None, word: str
+) -> None:
+    source = Path(shutil.copytree(scripted("abc").parent / "source", tmp_path / "source"))
+    (source / file).unlink(missing_ok=True)
+    if content is not None:
+        (source / file).write_text(content)
+    done = command("run", source, "hi", LOCALCHAT_CACHE=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert word in done.stderr.decode()
+    assert str(source) in done.stderr.decode()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_main_leaves_the_signal_handlers_as_they_were() -> None:

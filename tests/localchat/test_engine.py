@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from localchat.config import ModelConfig
-from localchat.engine import PREFILL_CHUNK, Engine
+from localchat.engine import Engine
 from localchat.model import Model
 from localchat.ops import ReferenceOps
 from localchat.sampling import Sampling
@@ -41,8 +41,8 @@ def prefill(engine: Engine, ids: list[int]) -> list[int]:
 
 def test_prefill_reports_its_chunks_and_counts_what_it_forwarded(model: Model) -> None:
     engine = Engine(model, 1000)
-    ids = [i % 100 for i in range(PREFILL_CHUNK * 2 + 5)]
-    assert prefill(engine, ids) == [PREFILL_CHUNK, 2 * PREFILL_CHUNK, len(ids)]
+    ids = [i % 100 for i in range(ReferenceOps.prefill_chunk * 2 + 5)]
+    assert prefill(engine, ids) == [ReferenceOps.prefill_chunk, 2 * ReferenceOps.prefill_chunk, len(ids)]
     assert engine.ids == ids
     assert engine.cache.length == engine.tokens_forwarded == len(ids)
 
@@ -53,9 +53,9 @@ def test_a_closed_prefill_keeps_whole_chunks(model: Model) -> None:
     steps = engine.prefill(ids)
     next(steps)
     steps.close()
-    assert engine.ids == ids[:PREFILL_CHUNK]
-    assert engine.cache.length == PREFILL_CHUNK
-    prefill(engine, ids[PREFILL_CHUNK:])
+    assert engine.ids == ids[: ReferenceOps.prefill_chunk]
+    assert engine.cache.length == ReferenceOps.prefill_chunk
+    prefill(engine, ids[ReferenceOps.prefill_chunk :])
     fresh = Engine(model, 1000)
     prefill(fresh, ids)
     assert list(engine.generate(GREEDY, (), 5)) == list(fresh.generate(GREEDY, (), 5))
@@ -98,6 +98,28 @@ def test_rewinding_and_going_on_is_as_if_nothing_had_happened(model: Model) -> N
     assert engine.rewind(2) == 2
     prefill(engine, [7, 8])
     assert list(engine.generate(GREEDY, (), 8)) == wanted
+
+
+def test_an_interruption_at_any_point_leaves_a_cache_that_heals(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may arrive between two statements: here right after the cache has grown, before `ids` has."""
+    wanted = Engine(model, 100)
+    prefill(wanted, [5, 6, 7, 8])
+    engine = Engine(model, 100)
+    prefill(engine, [5, 6])
+    append = engine.cache.append
+
+    def interrupted(tokens: int) -> None:
+        append(tokens)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.cache, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prefill(engine, [50, 51])
+    monkeypatch.setattr(engine.cache, "append", append)
+    assert engine.ids == [5, 6]
+    prefill(engine, [7, 8])
+    assert engine.cache.length == 4
+    assert list(engine.generate(GREEDY, (), 5)) == list(wanted.generate(GREEDY, (), 5))
 
 
 def test_rewind_beyond_the_end_changes_nothing(model: Model) -> None:

@@ -10,7 +10,7 @@ from localchat.registry import MODELS
 from localchat.sampling import Sampling
 from localchat.synthetic import synthetic_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")]
 GREEDY = Sampling(temperature=0.0)
 PROMPT = list(range(5, 90))
 
@@ -37,10 +37,10 @@ def test_only_triton_kernels_run_in_a_step(model: Model) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         engine._graph._graph.replay()
         torch.cuda.synchronize()
-    kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    names = {e.name for e in kernels}
-    assert len(kernels) > 30 * 5
-    assert all(name.startswith("_") and name.endswith("_kernel") for name in names), names
+    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    others = {name for name in names if not (name.startswith("_") and name.endswith("_kernel"))}
+    assert not others - {"Activity Buffer Request"}  # the profiler's own
+    assert len(names) > 30 * 5
 
 
 def test_the_graph_gives_what_separate_launches_give(model: Model) -> None:

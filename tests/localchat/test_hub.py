@@ -246,6 +246,13 @@ def test_unknown_name_says_what_was_probably_meant(server: Hub) -> None:
     assert server.requests == []
 
 
+@pytest.mark.parametrize("name", ["a--b/c", "a/b..c", "-a/b", "a/b.git", ".a/b"])
+def test_a_name_that_the_hub_forbids_is_no_model(server: Hub, name: str) -> None:
+    with pytest.raises(ModelNotFound, match="there is no model named"):
+        list(hub.fetch(name))
+    assert server.requests == []
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

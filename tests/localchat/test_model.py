@@ -147,7 +147,7 @@ def test_logits_equal_transformers(pair: tuple[Any, Model, Path], borders: list[
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("borders", "bound"),
-    [([], 2e-2), ([70, 90, 93], 2e-2), (list(range(1, 150)), 5e-3)],  # bf16 scratch above 32 tokens, else scaled half
+    [([], 5e-2), ([70, 90, 93], 5e-2), (list(range(1, 150)), 2e-2)],  # bf16 products above 32 tokens; a bf16 cache
     ids=["prefill", "chunked prefill", "step decode"],
 )
 def test_logits_on_a_card_equal_transformers(pair: tuple[Any, Model, Path], borders: list[int], bound: float) -> None:
@@ -207,6 +207,10 @@ def test_every_tensor_moves_the_logits(pair: tuple[Any, Model, Path]) -> None:
         ("num_key_value_heads", 4),
         ("rms_norm_eps", "small"),
         ("vocab_size", 0.5),
+        ("tie_word_embeddings", "false"),
+        ("layer_types", 5),
+        ("rope_scaling", {"rope_type": ["yarn"]}),
+        ("quantization_config", 5),
     ],
 )
 def test_a_config_value_that_would_be_computed_wrongly_is_refused_by_name(
@@ -215,4 +219,4 @@ def test_a_config_value_that_would_be_computed_wrongly_is_refused_by_name(
     base = make_reference("Qwen2").config.to_dict()
     base.pop("rope_parameters" if key == "rope_scaling" else key, None)
     sentence = config_error({**base, key: value})
-    assert key.replace("rope_scaling", "rope").split("_")[0] in sentence.lower()
+    assert key.replace("rope_scaling", "rope") in sentence.lower()

@@ -115,3 +115,9 @@ def test_help_names_every_command(commands: slash.SlashCommands) -> None:
 def test_a_doubled_slash_is_text(text: str, command: bool, message: str) -> None:
     assert slash.is_command(text) is command
     assert slash.unescaped(text) == message
+
+
+def test_leaving_takes_no_argument(commands: slash.SlashCommands) -> None:
+    with pytest.raises(UsageError, match="takes no argument"):
+        commands.run("/bye for now")
+    assert commands.run("/bye") is None

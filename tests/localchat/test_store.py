@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localchat import store
-from localchat.config import QuantizationConfig, TensorFormat
+from localchat.config import QuantizationConfig, TensorFormat, packed_format
 from localchat.errors import ModelNotFound, UserError
 from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.transfer import Fetched
@@ -89,7 +89,8 @@ def test_the_newest_of_two_revisions_is_run() -> None:
 
 def test_partial_unfinished_and_foreign_folders_do_not_count(cache: Path) -> None:
     target = store.target(Fetched(Path(), HUB, "abc"))
-    fill(target.with_name(target.name + ".partial"), HUB, "abc")
+    for suffix in (".partial", ".old"):
+        fill(target.with_name(target.name + suffix), HUB, "abc")
     (fill(cache / "packed" / "unfinished", HUB, "abc") / "config.json").unlink()
     (fill(cache / "packed" / "foreign", HUB, "abc") / "config.json").write_text('{"quantization_config": {"bits": 4}}')
     (fill(cache / "packed" / "damaged", HUB, "abc") / "config.json").write_text("{")
@@ -159,11 +160,12 @@ def test_as_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             store.as_path(absent)
 
 
-def test_is_packed(tmp_path: Path) -> None:
-    assert store.is_packed(fill(tmp_path / "ours", "a/b", "1", layout="older"))
+def test_packed_format(tmp_path: Path) -> None:
+    got = packed_format(fill(tmp_path / "ours", "a/b", "1", layout="older"))
+    assert got is not None and got.layout == "older"
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert not store.is_packed(tmp_path)
-    assert not store.is_packed(tmp_path / "absent")
+    assert packed_format(tmp_path) is None
+    assert packed_format(tmp_path / "absent") is None
 
 
 def test_second_writer_waits() -> None:

@@ -199,7 +199,7 @@ def test_messages_are_left_as_they_are(tiny_tokenizer: Tokenizer) -> None:
 
 def test_where_the_template_is_found(tiny_folder: Path) -> None:
     def answer() -> str:
-        return text_of(ChatTemplate.load(tiny_folder).render([USER]))
+        return text_of(ChatTemplate.load(tiny_folder, Tokenizer.load(tiny_folder)).render([USER]))
 
     config = tiny_folder / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "text {{ bos_token }}", "bos_token": {"content": "<b>"}}))
@@ -213,7 +213,9 @@ def test_where_the_template_is_found(tiny_folder: Path) -> None:
 
 def test_loading_masks_the_folders_own_tokens(tiny_folder: Path) -> None:
     (tiny_folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    segments = ChatTemplate.load(tiny_folder).render([{"role": "user", "content": "<think>"}])
+    segments = ChatTemplate.load(tiny_folder, Tokenizer.load(tiny_folder)).render(
+        [{"role": "user", "content": "<think>"}]
+    )
     assert segments == [Segment("<think>", special=False)]
 
 
@@ -222,7 +224,7 @@ def test_no_chat_template(content: str | None, tiny_folder: Path) -> None:
     if content is not None:
         (tiny_folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(BadCheckpoint, match="no chat template"):
-        ChatTemplate.load(tiny_folder)
+        ChatTemplate.load(tiny_folder, Tokenizer.load(tiny_folder))
 
 
 @pytest.mark.parametrize(

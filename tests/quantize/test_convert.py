@@ -322,11 +322,12 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_default_recipe(make_hf: Make, make_gguf: Make, config_of: Make, weights_of: Make) -> None:
     with open_source(make_hf()) as source:
-        assert default_recipe(source.model_config, source) == Recipe(32, False)
-        large = replace(source.model_config, hidden_size=2048)
-        assert default_recipe(large, source) == Recipe(128, True)
-    path = make_gguf(config_of(), weights_of(config_of()), Type.Q4_0)
-    assert default_recipe(large, path) == Recipe(32, False)
+        assert default_recipe(source) == Recipe(32, False)
+        source.model_config = large = replace(source.model_config, hidden_size=2048)
+        assert default_recipe(source) == Recipe(128, True)
+    with open_source(make_gguf(config_of(), weights_of(config_of()), Type.Q4_0)) as source:
+        source.model_config = large
+        assert default_recipe(source) == Recipe(32, False)
 
 
 def test_one_matrix_in_memory_at_a_time(make_hf: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

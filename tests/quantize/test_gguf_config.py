@@ -36,7 +36,7 @@ def test_plain_config(config_after: Make) -> None:
     assert (config.head_dim, config.vocab_size, config.max_position_embeddings) == (16, 40, 512)
     assert config.rms_norm_eps == 1e-5  # not 9.99999974e-06, as fp32 has it
     assert (config.rope.rope_type, config.rope.rope_theta) == ("default", 1e6)
-    assert config.eos_token_id == (258,)
+    assert source.config["eos_token_id"] == 258
     assert source.config["architectures"] == ["Qwen3ForCausalLM"]
 
 
@@ -51,6 +51,29 @@ def test_linear_scaling(config_after: Make) -> None:
 
     rope = config_after(change).model_config.rope
     assert (rope.rope_type, rope.factor) == ("linear", 4.0)
+
+
+def test_scaling_type_none_is_none(config_after: Make) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(4.0)
+
+    assert config_after(change).model_config.rope.rope_type == "default"
+
+
+def test_factor_beside_divisors_is_refused(config_after: Make) -> None:
+    with pytest.raises(BadCheckpoint, match=r"both rope_freqs\.weight and linear"):
+        config_after(lambda w: w.add_rope_scaling_factor(4.0), extra={"rope_freqs.weight": np.ones(8, np.float32)})
+
+
+def test_yarn_without_its_ramp_is_refused(config_after: Make) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_float32("llama.rope.scaling.yarn_ext_factor", 0.0)
+
+    with pytest.raises(BadCheckpoint, match="yarn_ext_factor"):
+        config_after(change)
 
 
 def test_yarn(config_after: Make) -> None:

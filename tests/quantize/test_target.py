@@ -9,7 +9,8 @@ import pytest
 
 from localchat.errors import UserError
 from localchat.quantize.convert import Recipe, convert
-from localchat.quantize.target import check_space, partial_folder
+from localchat.quantize.target import partial_folder
+from localchat.transfer import check_disk_space
 
 Make = Callable[..., Any]
 FINE = Recipe(group_size=32, symmetric=False)
@@ -105,6 +106,16 @@ def test_partial_folder_goes_on_interrupt(tmp_path: Path) -> None:
 
 
 def test_space_is_checked(tmp_path: Path) -> None:
-    check_space(tmp_path / "new" / "out", 1000)
-    with pytest.raises(UserError, match=r"GB free, the packed model needs 1000000000\.0 GB"):
-        check_space(tmp_path / "new" / "out", 10**18)
+    check_disk_space(tmp_path / "new" / "out", 1000)
+    with pytest.raises(UserError, match=r"GB free, but 1000000000\.0 GB are needed"):
+        check_disk_space(tmp_path / "new" / "out", 10**18)
+
+
+def test_a_link_is_not_overwritten(make_hf: Make, tmp_path: Path) -> None:
+    source, packed, link = make_hf(), tmp_path / "packed", tmp_path / "link"
+    list(convert(source, packed, Recipe(group_size=32)))
+    link.symlink_to(packed)
+    with pytest.raises(UserError, match="is a link"):
+        list(convert(source, link, Recipe(group_size=32), overwrite=True))
+    assert link.is_symlink()
+    assert (packed / "config.json").exists()

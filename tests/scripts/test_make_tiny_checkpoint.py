@@ -29,7 +29,7 @@ def test_checkpoint(tmp_path: Path, arch: str, options: list[str]) -> None:
         norm = source.read("norm.weight")
         assert norm.dtype == (torch.float32 if "float32" in options else torch.bfloat16)
         assert norm.float().std() > 0.1
-        list(convert(source, tmp_path / "out", default_recipe(config, source)))
+        list(convert(source, tmp_path / "out", default_recipe(source)))
     assert len(list(folder.glob("*.safetensors"))) > (1 if "--shards" in options else 0)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.token_to_id("<|im_end|>") == 258
