@@ -2,11 +2,24 @@
 
 q [T, Hq, D]; keys, values [Hkv, S, D] of which the rows up to each token's own position are valid; positions
 int64 [T], ascending. Query head h reads KV head h // (Hq / Hkv): the group shares its keys, nothing is repeated.
-Output [T, Hq * D] in q's dtype, computed in fp32. One token moves 2 * Hkv * length * D elements of the cache.
+Output [T, Hq * D], computed in fp32. One token moves 2 * Hkv * length * D elements of the cache.
+
+Two kernels, both with the online softmax of FlashAttention-2 (arXiv 2307.08691) in base 2 and fp32 accumulators; q,
+keys and values bf16 (or fp32, multiplied as such), D a power of two.
+
+* `attention_decode`, one token: the context is cut into `splits` parts (boundaries computed on the device from the
+  position, so that one CUDA graph serves every length), one program per KV head and part; a second kernel joins the
+  parts in a fixed order. The group's queries are padded to the 16 rows of a tensor-core tile.
+* `attention_prefill`, a chunk behind a cached prefix: a program takes a tile of (token, head of the group) rows, so
+  keys and values are read once for the whole group and few tokens still fill a tile. Only blocks that the diagonal
+  cuts are masked. Positions are contiguous: the first one says all.
 """
 
 import torch
 from torch import Tensor
+
+from localchat.kernels.checks import check_tensor
+from localchat.kernels.gpu import tl, triton
 
 # Scores held at once, in fp32 elements (256 MB): queries are taken in blocks so that memory does not grow with T * S.
 _MAX_SCORES = 64 * 1024 * 1024
@@ -35,3 +48,253 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor
         scores.view(kv_heads, tokens, -1, length).masked_fill_(hidden[None, :, None], float("-inf"))
     heads: Tensor = scores.softmax(-1) @ v
     return heads.view(kv_heads, tokens, -1, head_dim).transpose(0, 1).reshape(tokens, -1)
+
+
+@triton.jit
+def _dot(a, b, WIDEN: tl.constexpr):
+    """a b in fp32. The interpreter has no bf16 product: there the (already rounded) operands are widened first."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _softmax_step(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr, WIDEN: tl.constexpr):
+    """One block of keys k [N, D] and values v [N, D] more. m, l [M], acc [M, D]; scale includes log2(e)."""
+    scores = _dot(q, tl.trans(k), WIDEN) * scale
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    shrink = tl.exp2(m - m_new)
+    l = l * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + _dot(p.to(v.dtype), v, WIDEN)
+    return m_new, l, acc
+
+
+@triton.jit
+def _attention_decode_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    positions_ptr,
+    parts_ptr,
+    stats_ptr,
+    scale,
+    HEAD_STRIDE,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """parts fp32 [Hq, splits, D] (not yet divided by l), stats fp32 [Hq, splits, 2] = (m, l)."""
+    kv_head, split = tl.program_id(0), tl.program_id(1)
+    splits = tl.num_programs(1)
+    length = (tl.load(positions_ptr) + 1).to(tl.int32)
+    part = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    start = split * part
+    end = tl.minimum(start + part, length)
+
+    row, column, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    head = kv_head * GROUP + row
+    q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=row[:, None] < GROUP, other=0.0)
+    tile = kv_head.to(tl.int64) * HEAD_STRIDE + column[:, None] * D + d[None, :]
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    for n in range(start, end, BLOCK_N):
+        inside = n + column < end
+        offset = tile + n * D
+        k = tl.load(keys_ptr + offset, mask=inside[:, None], other=0.0)
+        v = tl.load(values_ptr + offset, mask=inside[:, None], other=0.0)
+        m, l, acc = _softmax_step(q, k, v, inside[None, :], m, l, acc, scale, True, WIDEN)
+    out = head * splits + split
+    tl.store(parts_ptr + out[:, None] * D + d[None, :], acc, mask=row[:, None] < GROUP)
+    tl.store(stats_ptr + out * 2, m, mask=row < GROUP)
+    tl.store(stats_ptr + out * 2 + 1, l, mask=row < GROUP)
+
+
+@triton.jit
+def _attention_combine_kernel(parts_ptr, stats_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_S: tl.constexpr):
+    """out = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s, in the order of the parts; an empty part has m = -inf."""
+    head = tl.program_id(0)
+    split, d = tl.arange(0, BLOCK_S), tl.arange(0, D)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([D], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        inside = first + split < splits
+        row = head * splits + first + split
+        m_part = tl.load(stats_ptr + row * 2, mask=inside, other=float("-inf"))
+        l_part = tl.load(stats_ptr + row * 2 + 1, mask=inside, other=0.0)
+        part = tl.load(parts_ptr + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(m_part, 0))  # finite from the first part on: it is never empty
+        weight = tl.exp2(m_part - m_new)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink + tl.sum(weight * l_part, 0)
+        acc = acc * shrink + tl.sum(weight[:, None] * part, 0)
+        m = m_new
+    tl.store(out_ptr + head * D + d, acc / l)
+
+
+def attention_decode(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, splits: int) -> Tensor:
+    """q [1, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [1] -> fp32 [1, Hq * D].
+
+    The result depends on the inputs and `splits` alone, bit for bit.
+
+    Raises:
+        ValueError: a dtype or shape is another, a tensor is not contiguous, or splits is not positive.
+    """
+    group = _check("attention_decode", q, keys, values, positions)
+    (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
+    if tokens != 1 or splits < 1:
+        raise ValueError(f"attention_decode: got {tokens} tokens, {splits} splits, wanted 1 token, at least 1 split")
+    parts = torch.empty(q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(q_heads, splits, 2, dtype=torch.float32, device=q.device)
+    out = torch.empty(1, q_heads * head_dim, dtype=torch.float32, device=q.device)
+    _attention_decode_kernel[(kv_heads, splits)](
+        q,
+        keys,
+        values,
+        positions,
+        parts,
+        stats,
+        head_dim**-0.5 * _LOG2_E,
+        capacity * head_dim,
+        GROUP=group,
+        D=head_dim,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=decode_block(head_dim, q.element_size()),
+        WIDEN=not q.is_cuda,
+        num_warps=4,
+        num_stages=2,
+    )
+    block_s = max(2, min(16, triton.next_power_of_2(splits)))
+    _attention_combine_kernel[(q_heads,)](parts, stats, out, splits, D=head_dim, BLOCK_S=block_s, num_warps=4)
+    return out
+
+
+@triton.jit
+def _attention_prefill_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    positions_ptr,
+    out_ptr,
+    scale,
+    tokens,
+    Q_HEADS,
+    HEAD_STRIDE,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Row r of a KV head is token r // GROUP, head r % GROUP of the group. The last tiles see most: they go first."""
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    kv_head = tl.program_id(1)
+    before = tl.load(positions_ptr).to(tl.int32)  # the cached prefix
+    d, column = tl.arange(0, D), tl.arange(0, BLOCK_N)
+    row = first_row + tl.arange(0, BLOCK_M)
+    real = row < tokens * GROUP
+    first_token = first_row // GROUP
+    start = (first_token.to(tl.int64) * Q_HEADS + kv_head * GROUP) * D
+    q_row = ((row // GROUP - first_token) * Q_HEADS + row % GROUP) * D  # behind `start`: 32 bits suffice
+    q = tl.load(q_ptr + start + q_row[:, None] + d[None, :], mask=real[:, None], other=0.0)
+    position = before + row // GROUP
+    tile = kv_head.to(tl.int64) * HEAD_STRIDE + column[:, None] * D + d[None, :]
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    everyone_sees = (before + first_token + 1) // BLOCK_N * BLOCK_N
+    length = before + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, tokens)
+    for n in range(0, everyone_sees, BLOCK_N):
+        k = tl.load(keys_ptr + tile + n * D)
+        v = tl.load(values_ptr + tile + n * D)
+        m, l, acc = _softmax_step(q, k, v, None, m, l, acc, scale, False, WIDEN)
+    for n in range(everyone_sees, length, BLOCK_N):
+        inside = n + column < length
+        k = tl.load(keys_ptr + tile + n * D, mask=inside[:, None], other=0.0)
+        v = tl.load(values_ptr + tile + n * D, mask=inside[:, None], other=0.0)
+        visible = n + column[None, :] <= position[:, None]
+        m, l, acc = _softmax_step(q, k, v, visible, m, l, acc, scale, True, WIDEN)
+    out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + start + q_row[:, None] + d[None, :], out, mask=real[:, None])
+
+
+def attention_prefill(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """q [T, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [T] -> [T, Hq * D].
+
+    The output is fp32 or bf16, as `dtype` says. Positions are those of consecutive tokens; only the first is read.
+
+    Raises:
+        ValueError: a dtype or shape is another, or a tensor is not contiguous.
+    """
+    group = _check("attention_prefill", q, keys, values, positions)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"attention_prefill: got dtype {dtype}, wanted float32 or bfloat16")
+    (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
+    out = torch.empty(tokens, q_heads * head_dim, dtype=dtype, device=q.device)
+    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
+    block_m, block_n, warps = prefill_blocks(head_dim, q.element_size(), tokens * group, major)
+    _attention_prefill_kernel[(triton.cdiv(tokens * group, block_m), kv_heads)](
+        q,
+        keys,
+        values,
+        positions,
+        out,
+        head_dim**-0.5 * _LOG2_E,
+        tokens,
+        q_heads,
+        capacity * head_dim,
+        GROUP=group,
+        D=head_dim,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        WIDEN=not q.is_cuda,
+        num_warps=warps,
+        num_stages=2,
+    )
+    return out
+
+
+def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> tuple[int, int, int]:
+    """Rows and keys of a prefill tile, and warps, for a card of compute capability `major`.x.
+
+    Not tuned on a card yet; chosen so that nothing spills and 99 KB of shared memory suffice (test_compile.py). Eight
+    warps where four would leave too few registers for the accumulator. Hopper keeps its operands in shared memory and
+    takes more keys. fp32 has no tensor cores: small tiles keep its unrolled products in registers.
+    """
+    if element_size == 4:
+        return 16, 16, 4
+    block_m = max(16, min(128, 16384 // head_dim, triton.next_power_of_2(rows)))
+    block_n = max(32, min(64, (8192 if major == 9 and block_m >= 64 else 4096) // head_dim))
+    return block_m, block_n, 8 if block_m * head_dim >= 8192 else 4
+
+
+def decode_block(head_dim: int, element_size: int) -> int:
+    """Keys of a decode block: tiles of 16 KB (8 in fp32, which has no tensor cores), so that nothing spills."""
+    return max(16, min(128, (16384 if element_size == 2 else 8192) // (head_dim * element_size)))
+
+
+_LOG2_E = 1.4426950408889634
+
+
+def _check(what: str, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> int:
+    """Queries per KV head."""
+    check_tensor(f"{what}: q", q, (torch.bfloat16, torch.float32), (None, None, None))
+    tokens, q_heads, head_dim = q.shape
+    check_tensor(f"{what}: keys", keys, (q.dtype,), (None, None, head_dim))
+    check_tensor(f"{what}: values", values, (q.dtype,), keys.shape)
+    check_tensor(f"{what}: positions", positions, (torch.int64,), (tokens,))
+    if q_heads % keys.shape[0] or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
+        raise ValueError(
+            f"{what}: got {q_heads} query heads, {keys.shape[0]} KV heads, head_dim {head_dim}, wanted a multiple "
+            "of the KV heads and head_dim 16, 32, 64, 128 or 256"
+        )
+    return q_heads // keys.shape[0]

@@ -12,9 +12,10 @@ a code q in 0..15:
     scales   fp16  [N, K/G]     fp32 for a tensor whose scales leave fp16's range
     mins     fp16  [N, K/G]     only with scale + min; the dtype of scales
 
-    Word c of a row holds inputs 8c..8c+7. Inputs 8c+2p and 8c+2p+1 are the nibbles at bits 4p and 16+4p, so that
-    `(word >> 4p) & 0x000F000F` is a pair of neighbouring inputs in the two halves of a register: a kernel turns it
-    into two fp16 values with one logical operation and multiplies it with x read as plain contiguous pairs.
+    A group of G inputs is G/2 pairs of neighbours and G/8 words. Word c of the group holds the pairs c, c + G/8,
+    c + 2 G/8, c + 3 G/8; the p-th of them lies at bits 4p (its even input) and 16+4p (its odd one). So
+    `(word >> 4p) & 0x000F000F` is a pair of neighbouring inputs in the two halves of a register, one logical operation
+    away from two fp16 numbers, and neighbouring words meet neighbouring pairs of x: both are read as they lie.
 
 INT8 rows, for the embedding, lm_head, exceptions, and matrices whose K is no multiple of 32:
 
@@ -27,12 +28,9 @@ The group size of a tensor follows from its shapes; symmetric is the absence of 
 import torch
 from torch import Tensor
 
-LAYOUT = "rows-nibble-pairs"
-VERSION = 1
+LAYOUT = "group-pairs"
+VERSION = 2
 GROUP_SIZES = (32, 64, 128)
-
-# Bit position of input j of a word: even inputs fill the low half from bit 0, odd inputs the high half from bit 16.
-_SHIFTS = tuple(4 * (j // 2) + 16 * (j % 2) for j in range(8))
 
 
 def group_size_for(k: int, wanted: int) -> int | None:
@@ -40,36 +38,42 @@ def group_size_for(k: int, wanted: int) -> int | None:
     return max((g for g in GROUP_SIZES if g <= wanted and k % g == 0), default=None)
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Codes 0..15, any integer dtype [N, K] -> qweight int32 [N, K/8].
+def pack(codes: Tensor, group_size: int) -> Tensor:
+    """Codes 0..15, any integer dtype [N, K] -> qweight int32 [N, K/8] for groups of `group_size`.
 
     Raises:
-        ValueError: K is no multiple of 8, or a code lies outside 0..15.
+        ValueError: K is no multiple of group_size, that is no multiple of 8, or a code lies outside 0..15.
     """
     n, k = codes.shape
-    if k % 8:
-        raise ValueError(f"pack: got K = {k}, wanted a multiple of 8")
+    if group_size % 8 or k % group_size:
+        raise ValueError(f"pack: got K = {k} in groups of {group_size}, wanted a multiple, of a multiple of 8")
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) <= 15:
         raise ValueError(f"pack: got codes {int(codes.min())}..{int(codes.max())}, wanted 0..15")
-    words = torch.zeros(n, k // 8, dtype=torch.int32, device=codes.device)
-    for j, shift in enumerate(_SHIFTS):
-        words |= codes[:, j::8].to(torch.int32) << shift
-    return words
+    parts = codes.view(n, k // group_size, 4, group_size // 8, 2)  # [N, group, p, c, even or odd]
+    words = torch.zeros(n, k // group_size, group_size // 8, dtype=torch.int32, device=codes.device)
+    for p in range(4):
+        words |= parts[:, :, p, :, 0].to(torch.int32) << 4 * p
+        words |= parts[:, :, p, :, 1].to(torch.int32) << 16 + 4 * p
+    return words.view(n, k // 8)
 
 
-def unpack(qweight: Tensor) -> Tensor:
-    """qweight int32 [N, K/8] -> codes uint8 [N, K].
+def unpack(qweight: Tensor, group_size: int) -> Tensor:
+    """qweight int32 [N, K/8] in groups of `group_size` -> codes uint8 [N, K].
 
     Raises:
-        ValueError: qweight is not a two-dimensional int32 tensor.
+        ValueError: qweight is not a two-dimensional int32 tensor of whole groups.
     """
-    if qweight.dtype != torch.int32 or qweight.dim() != 2:
-        raise ValueError(f"unpack: got {qweight.dtype} {list(qweight.shape)}, wanted int32 [N, K/8]")
-    n, words = qweight.shape
-    codes = torch.empty(n, words, 8, dtype=torch.uint8, device=qweight.device)
-    for j, shift in enumerate(_SHIFTS):
-        codes[:, :, j] = (qweight >> shift) & 15
-    return codes.view(n, words * 8)
+    if qweight.dtype != torch.int32 or qweight.dim() != 2 or qweight.shape[1] * 8 % group_size:
+        raise ValueError(
+            f"unpack: got {qweight.dtype} {list(qweight.shape)}, wanted int32 [N, K/8] in groups of {group_size}"
+        )
+    n, groups = qweight.shape[0], qweight.shape[1] * 8 // group_size
+    words = qweight.view(n, groups, group_size // 8)
+    codes = torch.empty(n, groups, 4, group_size // 8, 2, dtype=torch.uint8, device=qweight.device)
+    for p in range(4):
+        codes[:, :, p, :, 0] = (words >> 4 * p) & 15
+        codes[:, :, p, :, 1] = (words >> 16 + 4 * p) & 15
+    return codes.view(n, groups * group_size)
 
 
 def dequantize(qweight: Tensor, scales: Tensor, mins: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -85,7 +89,7 @@ def dequantize(qweight: Tensor, scales: Tensor, mins: Tensor | None, dtype: torc
             f"dequantize: got qweight {list(qweight.shape)}, scales {list(scales.shape)}, "
             f"mins {None if mins is None else list(mins.shape)}, wanted [N, K/8], [N, K/G], [N, K/G]"
         )
-    codes = unpack(qweight).view(n, groups, k // groups).float()
+    codes = unpack(qweight, k // groups).view(n, groups, k // groups).float()
     scale = scales.float().unsqueeze(-1)
     weight = scale * (codes - 8) if mins is None else scale * codes + mins.float().unsqueeze(-1)
     return weight.view(n, k).to(dtype)

@@ -1,10 +1,17 @@
 """Product with INT8 rows: y = x (scales * W)^T + bias; for lm_head and for matrices kept at 8 bits.
 
-x [T, K], y [T, N] in the model's dtype; weight int8 [N, K], scales fp32 [N], bias [N].
-Bytes moved for one token: N * K codes + 4 N of scales.
+x [T, K], y [T, N]; weight int8 [N, K], scales fp32 [N], bias [N].
+Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "scaled half", as for the INT4 product; one
+kernel serves one token, one with tl.dot serves 2 to about 64, and `dequantize_int8` fills bf16 scratch for more.
 """
 
+import torch
 from torch import Tensor
+
+from localchat.kernels.gpu import tl, triton
+
+# Rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md.
+GEMV_ROWS, GEMV_K, GEMV_WARPS = 2, 1024, 2
 
 
 def int8_matmul_reference(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -13,3 +20,141 @@ def int8_matmul_reference(x: Tensor, weight: Tensor, scales: Tensor, bias: Tenso
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+@triton.jit
+def _int8_gemv_kernel(
+    x_ptr,
+    row_scale_ptr,
+    w_ptr,
+    s_ptr,
+    bias_ptr,
+    res_ptr,
+    y_ptr,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    HAS_RES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_range = n < N
+    w_row = w_ptr + n.to(tl.int64)[:, None] * K
+    acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
+        mask = in_range[:, None] & (k < K)[None, :]
+        w = tl.load(w_row + k[None, :], mask=mask, other=0, eviction_policy="evict_first")
+        acc += w.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, axis=1) * tl.load(s_ptr + n, mask=in_range, other=0) * tl.load(row_scale_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=in_range, other=0).to(tl.float32)
+    if HAS_RES:
+        y += tl.load(res_ptr + n, mask=in_range, other=0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=in_range)
+
+
+@triton.jit
+def _int8_gemm_kernel(
+    x_ptr,
+    row_scale_ptr,
+    w_ptr,
+    s_ptr,
+    bias_ptr,
+    res_ptr,
+    y_ptr,
+    T,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    HAS_RES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_row = x_ptr + t.to(tl.int64)[:, None] * K
+    w_row = w_ptr + n.to(tl.int64)[None, :] * K
+    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_row + k[None, :], mask=(t[:, None] < T) & (k < K)[None, :], other=0)
+        w = tl.load(w_row + k[:, None], mask=(k < K)[:, None] & (n[None, :] < N), other=0)
+        acc = tl.dot(x, w.to(tl.float16), acc)  # codes up to 127 are exact in fp16
+    y = acc * tl.load(row_scale_ptr + t, mask=t < T, other=0)[:, None]
+    y *= tl.load(s_ptr + n, mask=n < N, other=0)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)[None, :]
+    at = t.to(tl.int64)[:, None] * N + n[None, :]
+    if HAS_RES:
+        y += tl.load(res_ptr + at, mask=(t[:, None] < T) & (n[None, :] < N), other=0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(t[:, None] < T) & (n[None, :] < N))
+
+
+@triton.jit
+def _dequantize_int8_kernel(w_ptr, s_ptr, out_ptr, K, BLOCK_K: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    w = tl.load(w_ptr + n * K + k, mask=k < K, other=0).to(tl.float32) * tl.load(s_ptr + n)
+    tl.store(out_ptr + n * K + k, w.to(out_ptr.dtype.element_ty), mask=k < K)
+
+
+def int8_matmul(
+    x: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """x fp16 [T, K] with row_scale fp32 [T] (scaled half) -> y [T, N] in `dtype`.
+
+    bias [N] and residual [T, N] are added in the epilogue. T = 1 takes the vector kernel.
+
+    Raises:
+        ValueError: shapes or dtypes do not belong together.
+    """
+    (tokens, k), (n, k_weight) = x.shape, weight.shape
+    if x.dtype != torch.float16 or weight.dtype != torch.int8 or k != k_weight or scales.shape != (n,):
+        raise ValueError(
+            f"int8_matmul: got x {x.dtype} {list(x.shape)}, weight {weight.dtype} {list(weight.shape)}, "
+            f"scales {list(scales.shape)}, wanted fp16 [T, K], int8 [N, K], [N]"
+        )
+    y = torch.empty(tokens, n, dtype=dtype, device=x.device) if out is None else out
+    stored = (weight, scales, scales if bias is None else bias, scales if residual is None else residual)
+    flags = {"HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
+    if tokens == 1:
+        _int8_gemv_kernel[(triton.cdiv(n, GEMV_ROWS),)](
+            *(x, row_scale, *stored, y, n, k), **flags, ROWS=GEMV_ROWS, BLOCK_K=GEMV_K, num_warps=GEMV_WARPS
+        )
+        return y
+    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    _int8_gemm_kernel[(triton.cdiv(n, 64), triton.cdiv(tokens, block_t))](
+        *(x, row_scale, *stored, y, tokens, n, k),
+        **flags,
+        BLOCK_T=block_t,
+        BLOCK_N=64,
+        BLOCK_K=128,
+        num_warps=4,
+        num_stages=3,
+    )
+    return y
+
+
+def dequantize_int8(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """The matrix itself into `out` [N, K] (bf16 or fp16).
+
+    Raises:
+        ValueError: `out` has another shape.
+    """
+    n, k = weight.shape
+    if out.shape != weight.shape:
+        raise ValueError(f"dequantize_int8: got out {list(out.shape)}, wanted {[n, k]}")
+    _dequantize_int8_kernel[(n, triton.cdiv(k, 2048))](weight, scales, out, k, BLOCK_K=2048, num_warps=4)
+    return out

@@ -8,13 +8,17 @@ qkv [T, (Hq + 2 Hkv) * D] holds q | k | v, head-major. q and k are normalised pe
 
 cos and sin come as fp32 [T, D], each half twice and the first half of sin negated, so that the rotation is
 x * cos + swap_halves(x) * sin for all dimensions at once. k and v go to keys, values [Hkv, S, D] at `positions`
-int64 [T]; q [T, Hq, D] comes back. Computed in fp32; q in qkv's dtype, the cache in its own.
-Source: arXiv 2104.09864, in the half-split ("NeoX") order.
+int64 [T]; q [T, Hq, D] comes back. Computed in fp32, rounded once. The reference returns q in qkv's dtype; the kernel
+takes qkv in fp32 or bf16 and returns q in the cache's dtype, which is what attention's tensor-core products take.
+One program per token and head; moves qkv once in and once out. Source: arXiv 2104.09864, in the half-split ("NeoX")
+order.
 """
 
 import torch
 from torch import Tensor
 
+from localchat.kernels.checks import FLOATS, check_tensor
+from localchat.kernels.gpu import tl, triton
 from localchat.kernels.rms_norm import rms_norm_reference
 
 
@@ -44,3 +48,115 @@ def rope_kv_write_reference(
     keys.index_copy_(1, positions, rotated[:, q_heads:].transpose(0, 1).to(keys.dtype))
     values.index_copy_(1, positions, heads[:, q_heads + kv_heads :].transpose(0, 1).to(values.dtype))
     return rotated[:, :q_heads].to(qkv.dtype)
+
+
+@triton.jit
+def _rope_kv_write_kernel(
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    eps,
+    Q_HEADS,
+    KV_HEADS,
+    HEAD_STRIDE,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token, head = tl.program_id(0), tl.program_id(1)
+    wide_token = token.to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    mask = j < HALF
+    row = qkv_ptr + (wide_token * (Q_HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + j
+    low = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(row + HALF, mask=mask, other=0.0).to(tl.float32)
+
+    if head < Q_HEADS + KV_HEADS:  # q or k: norm and rotation
+        if NORM:
+            norm_ptr = q_norm_ptr
+            if head >= Q_HEADS:
+                norm_ptr = k_norm_ptr
+            rms = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) / (2 * HALF) + eps)
+            low = low * rms * tl.load(norm_ptr + j, mask=mask, other=0.0).to(tl.float32)
+            high = high * rms * tl.load(norm_ptr + HALF + j, mask=mask, other=0.0).to(tl.float32)
+        angle = wide_token * (2 * HALF) + j
+        cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+        cos_high = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0)
+        sin_low = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+        sin_high = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0)
+        rotated = low * cos_low + high * sin_low
+        high = high * cos_high + low * sin_high
+        low = rotated
+
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    if head < Q_HEADS:
+        out = q_ptr + (wide_token * Q_HEADS + head) * (2 * HALF) + j
+    else:
+        position = tl.load(positions_ptr + token).to(tl.int64)
+        if head < Q_HEADS + KV_HEADS:
+            out = keys_ptr + (head - Q_HEADS).to(tl.int64) * HEAD_STRIDE + position * (2 * HALF) + j
+        else:
+            out = values_ptr + (head - Q_HEADS - KV_HEADS).to(tl.int64) * HEAD_STRIDE + position * (2 * HALF) + j
+    tl.store(out, low.to(dtype), mask=mask)
+    tl.store(out + HALF, high.to(dtype), mask=mask)
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Writes keys and values (bf16 or fp32) in place, returns q [T, Hq, D] in their dtype.
+
+    Raises:
+        ValueError: a dtype or shape is another, a tensor is not contiguous, or only one of the two norms is there.
+    """
+    check_tensor("rope_kv_write: keys", keys, (torch.bfloat16, torch.float32), (None, None, None))
+    check_tensor("rope_kv_write: values", values, (keys.dtype,), keys.shape)
+    (kv_heads, capacity, head_dim), tokens = keys.shape, qkv.shape[0]
+    q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
+    if head_dim % 2 or q_heads < 1:
+        raise ValueError(f"rope_kv_write: got qkv {list(qkv.shape)} for keys {list(keys.shape)}, wanted (Hq + 2 Hkv) D")
+    check_tensor("rope_kv_write: qkv", qkv, FLOATS, (None, (q_heads + 2 * kv_heads) * head_dim))
+    check_tensor("rope_kv_write: cos", cos, (torch.float32,), (tokens, head_dim))
+    check_tensor("rope_kv_write: sin", sin, (torch.float32,), (tokens, head_dim))
+    check_tensor("rope_kv_write: positions", positions, (torch.int64,), (tokens,))
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("rope_kv_write: got one of q_norm and k_norm, wanted both or neither")
+    if q_norm is not None and k_norm is not None:
+        check_tensor("rope_kv_write: q_norm", q_norm, FLOATS, (head_dim,))
+        check_tensor("rope_kv_write: k_norm", k_norm, (q_norm.dtype,), (head_dim,))
+    q = torch.empty(tokens, q_heads, head_dim, dtype=keys.dtype, device=keys.device)
+    half = head_dim // 2
+    _rope_kv_write_kernel[(tokens, q_heads + 2 * kv_heads)](
+        qkv,
+        q_norm,
+        k_norm,
+        cos,
+        sin,
+        positions,
+        q,
+        keys,
+        values,
+        eps,
+        q_heads,
+        kv_heads,
+        capacity * head_dim,
+        NORM=q_norm is not None,
+        HALF=half,
+        BLOCK=triton.next_power_of_2(half),
+        num_warps=1,
+    )
+    return q

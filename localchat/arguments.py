@@ -125,6 +125,15 @@ def parser_for(command: str) -> Parser:
     if command not in ("list", "show"):  # these two never download
         parser.flag("--offline", action="store_true", help="use only what is on the disk")
         parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
+    if command in ("run", "bench"):
+        parser.flag(
+            "--gpu", default="auto", metavar="N|cpu", help="which card, or the processor (default: a card if any)"
+        )
+        parser.flag("--vram", type=_gigabytes, metavar="GB", help="take at most this much of the card's memory")
+    if command == "bench":
+        parser.flag("--synthetic", action="store_true", help="random weights of the model's shapes, nothing downloaded")
+        parser.flag("-p", "--prompt-tokens", type=_positive, default=512, metavar="N", help="prompt length (512)")
+        parser.flag("-n", "--tokens", type=_positive, default=128, metavar="N", help="tokens to decode (128)")
     if command in ("show", "run"):
         parser.flag("-c", "--ctx", "--ctx-size", "--num-ctx", type=_positive, metavar="N", help="context in tokens")
     parser.flag("--debug", action="store_true", help="print a traceback with an error")
@@ -181,6 +190,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GB")
+    return size
 
 
 def _keep(text: str) -> tuple[str, int]:

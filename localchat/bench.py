@@ -1,7 +1,8 @@
-"""How fast a packed model runs on this machine: prefill and decode tokens per second, and what that means in bytes.
+"""How fast a model runs on this machine: prefill and decode tokens per second, and what that means in bytes.
 
 Every figure is the median of `repeats` runs in this process, after one run that is thrown away. Decode counts the
-tokens after the first, so prefill is not in it. Greedy, with stop ids ignored.
+tokens after the first, so prefill is not in it. Greedy, with stop ids ignored. On a card, decoding is set against two
+limits: the data sheet's bandwidth, and that of a kernel which only reads, measured in the same run.
 """
 
 import statistics
@@ -14,13 +15,19 @@ import torch
 from localchat.checkpoint import load_model
 from localchat.engine import Engine
 from localchat.model import Linear, Model
+from localchat.registry import Entry
 from localchat.sampling import Sampling
 from localchat.stats import memory_used
+from localchat.synthetic import synthetic_model
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One measurement. Rates are in tokens per second, sizes in bytes, times in seconds."""
+    """One measurement. Rates in tokens per second, bandwidths in bytes per second, sizes in bytes, times in seconds.
+
+    memory_bytes: on a card the largest amount that was allocated, else the memory of this process. sheet_bandwidth and
+    read_bandwidth are the card's limits, None on a CPU and for a card that is not in the table.
+    """
 
     model: str
     device: str
@@ -32,6 +39,9 @@ class BenchResult:
     decode_rate: float
     bytes_per_token: int
     memory_bytes: int
+    sheet_bandwidth: float | None = None
+    read_bandwidth: float | None = None
+    synthetic: bool = False
 
     @property
     def bandwidth(self) -> float:
@@ -43,29 +53,44 @@ class BenchResult:
         return {**asdict(self), "bandwidth": self.bandwidth}
 
 
-def run(folder: Path, *, prompt_tokens: int = 512, decode_tokens: int = 128, repeats: int = 3) -> BenchResult:
-    """Load the packed model in `folder` and measure it.
+def run(
+    model: Path | Entry, *, device: str = "cpu", prompt_tokens: int = 512, decode_tokens: int = 128, repeats: int = 3
+) -> BenchResult:
+    """Measure the packed model in a folder, or a synthetic one with the shapes of a registry entry.
 
     Raises:
-        BadCheckpoint: the folder cannot be loaded.
+        BadCheckpoint: the model cannot be loaded.
     """
     start = time.perf_counter()
-    model = load_model(folder)
+    loaded = synthetic_model(model, device) if isinstance(model, Entry) else load_model(model, device)
     load_seconds = time.perf_counter() - start
-    engine = Engine(model, prompt_tokens + decode_tokens)
+    engine = Engine(loaded, prompt_tokens + decode_tokens)
     runs = [measure(engine, prompt_tokens, decode_tokens) for _ in range(repeats + 1)][1:]
+    on_card = loaded.device.type == "cuda"
+    memory = torch.cuda.max_memory_allocated() if on_card else memory_used(device)[0]
+    sheet, read = card_limits() if on_card else (None, None)
     return BenchResult(
-        model=folder.name,
-        device=str(model.device),
+        model=f"{model.alias}, synthetic weights" if isinstance(model, Entry) else model.name,
+        device=torch.cuda.get_device_name() if on_card else "cpu",
         threads=torch.get_num_threads(),
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
         load_seconds=load_seconds,
         prefill_rate=statistics.median(prefill for prefill, _ in runs),
         decode_rate=statistics.median(decode for _, decode in runs),
-        bytes_per_token=bytes_per_token(model),
-        memory_bytes=memory_used(str(model.device))[0],
+        bytes_per_token=bytes_per_token(loaded),
+        memory_bytes=memory,
+        sheet_bandwidth=sheet,
+        read_bandwidth=read,
+        synthetic=isinstance(model, Entry),
     )
+
+
+def card_limits() -> tuple[float | None, float]:
+    """Bandwidth of the current card by its data sheet (None: not in the table) and as a read kernel measures it."""
+    from localchat.kernels.read_bandwidth import read_bandwidth, sheet_bandwidth
+
+    return sheet_bandwidth(torch.cuda.get_device_name()), read_bandwidth()
 
 
 def measure(engine: Engine, prompt_tokens: int, decode_tokens: int) -> tuple[float, float]:

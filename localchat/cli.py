@@ -90,12 +90,17 @@ def _quantize(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from localchat import listing
-    from localchat.prepare import packed_folder
+    from localchat.prepare import packed_folder, synthetic_entry
 
-    folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
+    what = (
+        synthetic_entry(args.model) if args.synthetic else packed_folder(args.model, offline=args.offline, yes=args.yes)
+    )
     from localchat import bench
+    from localchat.device import choose_device
 
-    return listing.print_bench(args.model, bench.run(folder), as_json=args.json)
+    device = choose_device(args.gpu, args.vram)
+    result = bench.run(what, device=device, prompt_tokens=args.prompt_tokens, decode_tokens=args.tokens)
+    return listing.print_bench(args.model, result, as_json=args.json)
 
 
 def _report(error: BaseException, *, debug: bool) -> int:

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from localchat.cache import KVCache
+from localchat.graph import DecodeGraph
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
 from localchat.model import Model
 from localchat.sampling import Sampling
-
-# Tokens of one forward during prefill: bounds memory, and how long Ctrl-C waits.
-PREFILL_CHUNK = 256
 
 
 class Engine:
@@ -35,6 +33,7 @@ class Engine:
         self.tokens_forwarded = 0
         self._hidden: Tensor | None = None  # of the last token in the cache, [1, H]
         self._seen = torch.zeros(self.vocab_size, dtype=torch.uint8, device=model.device)
+        self._graph = DecodeGraph(model, self.cache, self._seen) if model.device.type == "cuda" else None
 
     def rewind(self, length: int) -> int:
         """Cut the conversation back to at most `length` tokens and return the length reached.
@@ -58,8 +57,9 @@ class Engine:
             raise ValueError(f"prefill: got {len(ids)} ids behind {len(self.ids)}, wanted at most {self.max_length}")
         if ids and not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
             raise ValueError(f"prefill: got ids {min(ids)}..{max(ids)}, wanted 0..{self.model.config.vocab_size - 1}")
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = list(ids[start : start + PREFILL_CHUNK])
+        size = self.model.ops.prefill_chunk
+        for start in range(0, len(ids), size):
+            chunk = list(ids[start : start + size])
             self._forward(chunk)
             yield start + len(chunk)
 
@@ -82,8 +82,15 @@ class Engine:
                 return
             token = self.decode_one_token(token, sampling)
 
+    @torch.inference_mode()
     def decode_one_token(self, token: int, sampling: Sampling) -> int:
         """One step: put `token` into the cache and draw its successor."""
+        if self._graph is not None:
+            self.cache.truncate(len(self.ids))
+            self._hidden = None  # it stays inside the graph
+            drawn = self._graph.step(token, len(self.ids), sampling)
+            self._appended([token])
+            return drawn
         self._seen[token] |= SEEN_IN_CONTEXT | SEEN_IN_REPLY
         self._forward([token])
         return self._sample(sampling)
@@ -96,14 +103,19 @@ class Engine:
         self._hidden = None
         positions = torch.arange(start, start + len(ids), device=device)
         hidden = self.model(torch.tensor(ids, device=device), positions, self.cache)
+        self._appended(ids)
+        self._hidden = hidden[-1:]
+
+    def _appended(self, ids: list[int]) -> None:
         self.cache.append(len(ids))
         self.ids += ids
         self.tokens_forwarded += len(ids)
-        self._hidden = hidden[-1:]
 
     @torch.inference_mode()
     def _sample(self, sampling: Sampling) -> int:
         if self._hidden is None:
             raise ValueError("sample: got no prefilled token, wanted a call of prefill first")
+        if self._graph is not None:
+            return self._graph.draw(self._hidden, sampling, self.cache.length)
         logits = self.model.logits(self._hidden)[0, : self.vocab_size]
         return int(self.model.ops.sample(logits, self._seen, sampling, self.cache.length))

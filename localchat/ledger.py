@@ -21,7 +21,7 @@ from localchat.errors import BadCheckpoint
 from localchat.registry import Entry
 
 KV_BYTES = {"cpu": 4, "cuda": 2}  # fp32 and bf16, see ops.py
-PREFILL_CHUNK = 256  # tokens of one forward, as in engine.py (which imports torch)
+PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of one forward, as in the tables of ops (which import torch)
 CUDA_CONTEXT = 500_000_000  # driver, torch and cuBLAS handles of one process; an estimate
 SNAPSHOT_BUDGET = 4 << 30  # host memory for states to return to, of models that cannot be cut back
 
@@ -145,11 +145,16 @@ def _with_run_time(shape: Shape, sizes: dict[str, int], context: int | None, dev
     if state:
         rows.append(Row("recurrent state", state))
         rows.append(Row(f"snapshots, at most {SNAPSHOT_BUDGET // state}", SNAPSHOT_BUDGET // state * state))
-    rows.append(Row("workspace", _workspace_bytes(shape)))
+    rows.append(Row("workspace", _workspace_bytes(shape, device)))
     if device == "cuda":
         rows = [replace(row, on_host=row.name.startswith("snapshots")) for row in rows]
         rows.append(Row("CUDA context", CUDA_CONTEXT))
     return Ledger(tuple(rows), sum(sizes.values()), context, shape.max_position_embeddings, per_token)
+
+
+def default_formats(shape: Shape) -> dict[str, TensorFormat]:
+    """The format of every matrix as `quantize` would choose it; names are those of model.py."""
+    return {name: _default_format(shape, name, k) for name, _, k in _matrices(shape)}
 
 
 def _matrices(shape: Shape) -> Iterator[tuple[str, int, int]]:
@@ -188,11 +193,16 @@ def _small_bytes(shape: Shape) -> int:
     return 2 * count
 
 
-def _workspace_bytes(shape: Shape) -> int:
-    """Activations of one prefill chunk in fp32 (residual, norm, qkv, attention, gate, up, product), and fp32 logits."""
+def _workspace_bytes(shape: Shape, device: str) -> int:
+    """Activations of one prefill chunk (residual, norm, qkv, attention, gate, up, product) and fp32 logits.
+
+    fp32 on a CPU; bf16 on a card, which also dequantises one matrix at a time into bf16 scratch.
+    """
     attention = (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     features = 4 * shape.hidden_size + 2 * attention + 3 * shape.intermediate_size
-    return PREFILL_CHUNK * features * 4 + 3 * shape.vocab_size * 4
+    scratch = max(n * k for name, n, k in _matrices(shape) if name not in ("embed_tokens", "lm_head"))
+    logits = 3 * shape.vocab_size * 4
+    return PREFILL_CHUNK[device] * features * (4 if device == "cpu" else 2) + logits + (scratch * 2) * (device != "cpu")
 
 
 def _matrix_bytes(n: int, k: int, form: TensorFormat) -> tuple[int, int]:

@@ -70,14 +70,21 @@ def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({**result.to_dict(), "model": registry_name(name)}, indent=2))
         return 0
+    limits = [
+        (f"of {what}", f"{result.bandwidth / rate:.0%} of {rate / 1e9:,.0f} GB/s")
+        for what, rate in (("the data sheet", result.sheet_bandwidth), ("a read kernel", result.read_bandwidth))
+        if rate
+    ]
     rows = (
-        ("model", f"{registry_name(name)} on {result.device}, {result.threads} threads"),
+        ("model", result.model if result.synthetic else registry_name(name)),
+        ("device", f"{result.device}, {result.threads} threads" if result.device == "cpu" else result.device),
         ("load", f"{result.load_seconds:.2f} s"),
         ("prefill", f"{result.prefill_rate:.1f} tok/s over {result.prompt_tokens} tokens"),
         ("decode", f"{result.decode_rate:.1f} tok/s over {result.decode_tokens} tokens"),
         ("weights read per token", size_text(result.bytes_per_token)),
         ("bandwidth while decoding", f"{result.bandwidth / 1e9:.1f} GB/s"),
-        ("memory of this process", size_text(result.memory_bytes)),
+        *limits,
+        ("memory of this process" if result.device == "cpu" else "peak memory", size_text(result.memory_bytes)),
     )
     for key, value in rows:
         print(f"{key:<26}{value}")
@@ -133,10 +140,13 @@ def describe_quantization(quantization: QuantizationConfig) -> str:
     return f"INT4 groups of {form.group_size}, {'symmetric' if form.symmetric else 'scale + min'}"
 
 
-def ledger_text(table: Ledger) -> str:
+def ledger_text(table: Ledger, device: str = "cpu") -> str:
     """The ledger as aligned lines, with the largest context that this machine's memory holds."""
-    total = memory_used()[1]
+    total = memory_used(device)[1]
     rows = [(row.name + (" (host)" if row.on_host else ""), size_text(row.nbytes)) for row in table.rows]
-    rows += [("total", size_text(table.total)), ("memory of this machine", size_text(total))]
+    rows += [
+        ("total", size_text(table.total)),
+        ("memory of this machine" if device == "cpu" else "memory of this card", size_text(total)),
+    ]
     rows.append(("largest context that fits", f"{table.largest_context(total):,} tokens"))
     return "\n".join(f"{name:<26}{value:>12}" for name, value in rows)

@@ -40,6 +40,7 @@ class ReferenceOps:
     dtype = torch.float32
     weight_dtype = torch.float32
     cache_dtype = torch.float32
+    prefill_chunk = 256  # tokens of one forward during prefill: bounds memory, and how long Ctrl-C waits
 
     def prepare(self, linear: "Linear") -> None:
         """Called once per matrix after loading: bring its tensors into the form that `product` wants."""
@@ -127,7 +128,7 @@ class CpuOps(ReferenceOps):
     def prepare(self, linear: "Linear") -> None:
         super().prepare(linear)
         if linear.bits == 4 and linear.qweight.shape[0] % 16 == 0:
-            codes = int4_packing.unpack(linear.qweight).to(torch.int32)
+            codes = int4_packing.unpack(linear.qweight, linear.group_size).to(torch.int32)
             linear.cpu_qweight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 8)
             # The kernel computes scale * (q - 8) + zero. [K/G, N, 2]
             scales = linear.scales.float()
@@ -171,4 +172,8 @@ def ops_for(device: torch.device) -> ReferenceOps:
     """
     if device.type == "cpu":
         return CpuOps()
-    raise ValueError(f"ops_for: got device {device}, wanted cpu")
+    if device.type == "cuda":
+        from localchat.cuda_ops import CudaOps
+
+        return CudaOps(device)
+    raise ValueError(f"ops_for: got device {device}, wanted cpu or cuda")

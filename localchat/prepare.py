@@ -60,6 +60,22 @@ def announce(name: str) -> None:
         raise UserError(f"{entry.hub_id} cannot be run: {entry.unsupported}.")
 
 
+def synthetic_entry(name: str) -> registry.Entry:
+    """The registry entry whose shapes a synthetic model gets.
+
+    Raises:
+        ModelNotFound: `name` is not an alias.
+        UserError: the model is known and cannot be run.
+    """
+    announce(name)
+    entry = registry.lookup(name)
+    if entry is None:
+        near = registry.suggest(name)
+        hint = f"did you mean {near}?" if near else "`localchat list` names them."
+        raise ModelNotFound(f"--synthetic takes the name of a known model, {one_line(name)} is none.", hint)
+    return entry
+
+
 def registry_name(name: str) -> str:
     """`name`, safe to print; a path without its folders."""
     path = store.as_path(name)

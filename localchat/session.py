@@ -13,6 +13,7 @@ from localchat import ledger, parameters, slash
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
 from localchat.config import ModelConfig, load_config, read_json
+from localchat.device import choose_device
 from localchat.engine import Engine
 from localchat.errors import DoesNotFit, UsageError
 from localchat.listing import describe_config, ledger_text
@@ -46,7 +47,8 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     """
     start = time.perf_counter()
     config = load_config(folder)
-    context = context_length(args.ctx, config, folder)
+    device = choose_device(args.gpu, args.vram)
+    context = context_length(args.ctx, config, folder, device, args.vram)
     generation = folder / "generation_config.json"
     flags = sampling_flags(args)
     sampling = parameters.sampling_for(flags, read_json(generation) if generation.exists() else {})
@@ -54,7 +56,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     with loading(name):
         tokenizer = Tokenizer.load(folder)
         template = ChatTemplate.load(folder, tokenizer)
-        engine = Engine(load_model(folder), context, vocab_size=tokenizer.vocab_size)
+        engine = Engine(load_model(folder, device), context, vocab_size=tokenizer.vocab_size)
     chat = Chat(
         engine,
         tokenizer,
@@ -65,13 +67,15 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         stop=args.stop or (),
         template_variables={} if args.think is None else {"enable_thinking": args.think},
     )
-    device = str(engine.model.device)
     used, total = memory_used(device)
     summary = f"{name} - {describe_config(config)} - context {context:,} - {used / 1e9:.1f}/{total / 1e9:.1f} GB"
     return Opened(
         chat=chat,
         banner=f"{summary}\n/help for commands, Ctrl-D to leave",
-        about=slash.About(info=f"{summary}\n{folder}", memory=ledger_text(ledger.ledger_of_folder(folder, context))),
+        about=slash.About(
+            info=f"{summary}\n{folder}",
+            memory=ledger_text(ledger.ledger_of_folder(folder, context, _kind(device)), device),
+        ),
         look=Look(args.color, hide_thinking=args.hide_thinking, verbose=args.verbose, device=device),
         load_seconds=time.perf_counter() - start,
         seed_is_fixed="seed" in flags,
@@ -84,23 +88,30 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in fields}
 
 
-def context_length(wanted: int | None, config: ModelConfig, folder: Path) -> int:
+def context_length(
+    wanted: int | None, config: ModelConfig, folder: Path, device: str = "cpu", vram: float | None = None
+) -> int:
     """The context in tokens: what was asked for, or DEFAULT_CONTEXT, within the model's limit and the memory.
 
     Raises:
         UsageError: more was asked for than the model was trained for.
         DoesNotFit: memory does not hold the model with this context.
     """
-    limit, total = config.max_position_embeddings, memory_used()[1]
+    limit, total = config.max_position_embeddings, memory_used(device)[1]
+    total = total if vram is None else min(total, int(vram * 1e9))
     if wanted is not None and wanted > limit:
         raise UsageError(f"--ctx {wanted:,} is more than the {limit:,} tokens that this model was made for.")
-    largest = ledger.ledger_of_folder(folder, 1).largest_context(total)
+    largest = ledger.ledger_of_folder(folder, 1, _kind(device)).largest_context(total)
     if largest < (wanted or 1):
         raise DoesNotFit(
             f"the model and a context of {wanted or 1:,} tokens do not fit into {size_text(total)} of memory.",
             f"--ctx {largest} fits." if largest else "take a smaller model (`localchat list`).",
         )
     return wanted or min(limit, DEFAULT_CONTEXT, largest)
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
 
 
 def answer(opened: Opened, prompt: str, args: argparse.Namespace) -> int:

@@ -172,7 +172,7 @@ def _pack_part(
         codes, scales = quantize_int8_rows(w, pool)
         return {"weight": codes, "scales": scales}
     codes, scales, mins = quantize_int4(w, format_.group_size, format_.symmetric, energy, search, grid, pool)
-    tensors = {"qweight": pack(codes), "scales": scales}
+    tensors = {"qweight": pack(codes, codes.shape[1] // scales.shape[1]), "scales": scales}
     return tensors if mins is None else {**tensors, "mins": mins}
 
 

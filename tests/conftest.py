@@ -1,13 +1,12 @@
 """Shared by all tests: a private home, no network by accident, and readable errors."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first kernel is imported: kernels run on the CPU
 
 from localchat import registry, store, wheels
 from localchat.config import ModelConfig
@@ -17,6 +16,16 @@ from localchat.transfer import Fetched
 
 # Where the real model is kept between runs: looked up before a test gets its private home.
 USER_CACHE = store.cache_dir()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels run in Triton's interpreter on the CPU, unless `-m gpu` asks for a card.
+
+    Triton decides when it is imported, so no conftest.py may import it, or a kernel, at its top.
+    """
+    markers = config.getoption("markexpr") or ""
+    if not re.search(r"(?<!not )\bgpu\b", markers):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_int4_matmul(symmetric: bool) -> None:
     weight = (codes - offset).float() * scales.repeat_interleave(32, 1)
     if mins is not None:
         weight += mins.repeat_interleave(32, 1)
-    assert relative(int4_matmul_reference(x, pack(codes), scales, mins, bias), F.linear(x, weight, bias)) < 1e-6
+    assert relative(int4_matmul_reference(x, pack(codes, 32), scales, mins, bias), F.linear(x, weight, bias)) < 1e-6
 
 
 def test_int8_matmul_and_embedding_agree_on_the_rows() -> None:

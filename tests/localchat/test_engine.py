@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from localchat.config import ModelConfig
-from localchat.engine import PREFILL_CHUNK, Engine
+from localchat.engine import Engine
 from localchat.model import Model
 from localchat.ops import ReferenceOps
 from localchat.sampling import Sampling
@@ -41,8 +41,8 @@ def prefill(engine: Engine, ids: list[int]) -> list[int]:
 
 def test_prefill_reports_its_chunks_and_counts_what_it_forwarded(model: Model) -> None:
     engine = Engine(model, 1000)
-    ids = [i % 100 for i in range(PREFILL_CHUNK * 2 + 5)]
-    assert prefill(engine, ids) == [PREFILL_CHUNK, 2 * PREFILL_CHUNK, len(ids)]
+    ids = [i % 100 for i in range(ReferenceOps.prefill_chunk * 2 + 5)]
+    assert prefill(engine, ids) == [ReferenceOps.prefill_chunk, 2 * ReferenceOps.prefill_chunk, len(ids)]
     assert engine.ids == ids
     assert engine.cache.length == engine.tokens_forwarded == len(ids)
 
@@ -53,9 +53,9 @@ def test_a_closed_prefill_keeps_whole_chunks(model: Model) -> None:
     steps = engine.prefill(ids)
     next(steps)
     steps.close()
-    assert engine.ids == ids[:PREFILL_CHUNK]
-    assert engine.cache.length == PREFILL_CHUNK
-    prefill(engine, ids[PREFILL_CHUNK:])
+    assert engine.ids == ids[: ReferenceOps.prefill_chunk]
+    assert engine.cache.length == ReferenceOps.prefill_chunk
+    prefill(engine, ids[ReferenceOps.prefill_chunk :])
     fresh = Engine(model, 1000)
     prefill(fresh, ids)
     assert list(engine.generate(GREEDY, (), 5)) == list(fresh.generate(GREEDY, (), 5))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from localchat import engine
 from localchat.cache import KVCache
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
+from localchat.cuda_ops import CudaOps
 from localchat.errors import BadCheckpoint
 from localchat.ledger import PREFILL_CHUNK, Ledger, kv_bytes_per_token, ledger, ledger_of_folder, state_bytes
 from localchat.ops import CpuOps
@@ -44,7 +44,8 @@ def test_total_counts_the_card_only() -> None:
     assert snapshots.nbytes <= 4 << 30
     assert card.total == sum(row.nbytes for row in card.rows) - snapshots.nbytes
     assert host.total == sum(row.nbytes for row in host.rows)
-    assert card.total < 16.8e9
+    embedding = rows(card)["embedding"]  # may live in host memory one day
+    assert card.total - embedding < 16.0e9
 
 
 @pytest.mark.parametrize(("alias", "kibibytes"), [("qwen3.5-0.8b", 12), ("qwen3.5-4b", 32), ("qwen3.5-27b", 64)])
@@ -146,7 +147,7 @@ def test_folder_with_a_damaged_header_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_the_prefill_chunk_is_the_engines() -> None:
-    assert PREFILL_CHUNK == engine.PREFILL_CHUNK
+    assert {"cpu": CpuOps.prefill_chunk, "cuda": CudaOps.prefill_chunk} == PREFILL_CHUNK
 
 
 def test_the_cache_is_as_large_as_the_ledger_says() -> None:

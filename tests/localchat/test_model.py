@@ -125,7 +125,7 @@ def run_in_chunks(model: Model, ids: Tensor, borders: list[int]) -> Tensor:
     rows = []
     with torch.inference_mode():
         for start, end in zip([0, *borders], [*borders, len(ids)], strict=True):
-            rows.append(model(ids[start:end], torch.arange(start, end), cache))
+            rows.append(model(ids[start:end], torch.arange(start, end, device=ids.device), cache))
             cache.append(end - start)
         return model.logits(torch.cat(rows))
 
@@ -142,6 +142,23 @@ def test_logits_equal_transformers(pair: tuple[Any, Model, Path], borders: list[
         wanted = reference(ids[None]).logits[0]
     error = (run_in_chunks(model, ids, borders) - wanted).abs().max() / wanted.abs().max()
     assert float(error) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("borders", "bound"),
+    [([], 5e-2), ([70, 90, 93], 5e-2), (list(range(1, 150)), 2e-2)],  # bf16 products above 32 tokens; a bf16 cache
+    ids=["prefill", "chunked prefill", "step decode"],
+)
+def test_logits_on_a_card_equal_transformers(pair: tuple[Any, Model, Path], borders: list[int], bound: float) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA card")
+    reference, _, folder = pair
+    ids = torch.randint(0, 320, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = reference(ids[None]).logits[0]
+    got = run_in_chunks(load_model(folder, "cuda"), ids.cuda(), borders).cpu()
+    assert float((got - wanted).abs().max() / wanted.abs().max()) < bound
 
 
 def test_greedy_ids_equal_transformers_over_64_tokens(pair: tuple[Any, Model, Path]) -> None:

@@ -15,7 +15,7 @@ def make_linear(n: int, k: int, fmt: TensorFormat, bias: bool = False) -> Linear
     """Random weights of the size of a trained model's."""
     linear = Linear(n, k, fmt, bias=bias)
     if fmt.bits == 4:
-        linear.qweight = pack(torch.randint(0, 16, (n, k)))
+        linear.qweight = pack(torch.randint(0, 16, (n, k)), fmt.group_size)
         linear.scales = (0.005 + 0.01 * torch.rand(n, k // fmt.group_size)).half()
         linear.mins = None if fmt.symmetric else (-0.08 * torch.rand(n, k // fmt.group_size)).half()
     elif fmt.bits == 8:

@@ -13,7 +13,7 @@ BOTH = pytest.mark.parametrize("symmetric", [True, False])
 
 
 def restored(codes: Tensor, scales: Tensor, mins: Tensor | None) -> Tensor:
-    return dequantize(pack(codes), scales, mins)
+    return dequantize(pack(codes, codes.shape[1] // scales.shape[1]), scales, mins)
 
 
 def group_errors(w: Tensor, group_size: int, energy: Tensor | None, symmetric: bool, search: bool) -> Tensor:

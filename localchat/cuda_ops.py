@@ -1,0 +1,120 @@
+"""The table for an NVIDIA card: every operation of a decode step is a Triton kernel from kernels/.
+
+The residual stream is fp32, products take fp16 inputs with a power of two per row ("scaled half"), the cache is bf16.
+A step over more than CROSSOVER tokens (prefill) goes another way: one matrix at a time is dequantised into bf16
+scratch, and the library's dense product reads that. It costs 2.5 times the matrix's size in traffic, which many tokens
+share, and reaches a rate that the packed product does not.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from localchat.kernels.attention import attention_decode, attention_prefill
+from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul
+from localchat.kernels.int8_embedding import int8_embedding
+from localchat.kernels.int8_matmul import dequantize_int8, int8_matmul
+from localchat.kernels.rms_norm import rms_norm
+from localchat.kernels.rope_kv_write import rope_kv_write
+from localchat.kernels.rotary import rotary_table
+from localchat.kernels.scaled_half import scaled_half
+from localchat.kernels.swiglu import swiglu
+from localchat.ops import ReferenceOps
+from localchat.rope import Rotary
+
+if TYPE_CHECKING:
+    from localchat.model import Linear, RMSNorm
+
+# Tokens of one step above which matrices are dequantised for the dense product. H200, 2026-11-30.
+CROSSOVER = 32
+# What a product takes: scaled half (values, row scales), or bf16 values and None.
+Activation = tuple[Tensor, Tensor | None]
+
+
+class CudaOps(ReferenceOps):
+    """See the module. `splits` is the number of parts the cache is read in while decoding, the same at any length."""
+
+    weight_dtype = torch.bfloat16
+    cache_dtype = torch.bfloat16
+    prefill_chunk = 2048
+
+    def __init__(self, device: torch.device) -> None:
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._scratch = torch.empty(0, dtype=torch.bfloat16, device=device)
+
+    def prepare(self, linear: "Linear") -> None:
+        super().prepare(linear)
+        if linear.bits != 16:
+            n, k = linear.qweight.shape if linear.bits == 4 else linear.weight.shape
+            size = n * k * (8 if linear.bits == 4 else 1)
+            if size > self._scratch.numel() and n <= 100_000:  # lm_head never takes more than a few rows
+                self._scratch = torch.empty(size, dtype=torch.bfloat16, device=self._scratch.device)
+
+    def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
+        if table.bits == 8:
+            return int8_embedding(ids, table.weight, table.scales)
+        return super().embedding(ids, table)
+
+    def rotary(self, positions: Tensor, inv_freq: Tensor, attention_factor: float) -> Rotary:
+        return Rotary(positions, *rotary_table(positions, inv_freq, attention_factor))
+
+    def norm_linear(self, x: Tensor, norm: "RMSNorm", linear: "Linear") -> Tensor:
+        return self._product(rms_norm(x, norm.weight, norm.eps, half=_few(x)), linear)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        q_norm: "RMSNorm | None",
+        k_norm: "RMSNorm | None",
+        rope: Rotary,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
+        eps = q_norm.eps if q_norm else 0.0
+        q = rope_kv_write(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, *cache)
+        keys, values = cache
+        if q.shape[0] > 1:
+            return attention_prefill(q, keys, values, rope.positions)
+        splits = max(1, self._multiprocessors // keys.shape[0])
+        return attention_decode(q, keys, values, rope.positions, splits=splits)
+
+    def linear_add(self, x: "Tensor | Activation", linear: "Linear", residual: Tensor) -> Tensor:
+        if isinstance(x, Tensor):
+            x = scaled_half(x) if _few(x) else (x.to(torch.bfloat16), None)
+        return self._product(x, linear, residual)
+
+    def norm_swiglu(self, x: Tensor, norm: "RMSNorm", gate_up: "Linear") -> "Activation":  # type: ignore[override]
+        return swiglu(self.norm_linear(x, norm, gate_up), half=_few(x))
+
+    def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
+        rows = [x[i : i + CROSSOVER] for i in range(0, x.shape[0], CROSSOVER)]
+        parts = [self._product(rms_norm(part, norm.weight, norm.eps, half=True), head) for part in rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _product(self, activation: "Activation", linear: "Linear", residual: Tensor | None = None) -> Tensor:
+        x, row_scale = activation
+        if row_scale is not None and linear.bits != 16:
+            if linear.bits == 4:
+                return int4_matmul(x, row_scale, linear.qweight, linear.scales, linear.mins, linear.bias, residual)
+            return int8_matmul(x, row_scale, linear.weight, linear.scales, linear.bias, residual)
+        if row_scale is not None:
+            x = (x.float() * row_scale[:, None]).to(torch.bfloat16)
+        y: Tensor = torch.nn.functional.linear(x, self._dense(linear))
+        if linear.bias is not None:
+            y = y + linear.bias
+        return y if residual is None else residual + y
+
+    def _dense(self, linear: "Linear") -> Tensor:
+        """The matrix in bf16 [N, K], in the scratch that all matrices share."""
+        if linear.bits == 16:
+            return linear.weight
+        if linear.bits == 8:
+            out = self._scratch[: linear.weight.numel()].view(linear.weight.shape)
+            return dequantize_int8(linear.weight, linear.scales, out)
+        n, words = linear.qweight.shape
+        return dequantize_int4(linear.qweight, linear.scales, linear.mins, self._scratch[: n * words * 8].view(n, -1))
+
+
+def _few(x: Tensor) -> bool:
+    return x.shape[0] <= CROSSOVER

@@ -1,0 +1,60 @@
+"""A model of real shapes with random weights, made directly on the device: speed and memory before any download.
+
+Every layer has its own memory, as a real model has; codes are uniform, scales are such that activations keep their
+size from layer to layer, so that logits stay finite. Nothing is read from or written to the disk.
+"""
+
+import math
+
+import torch
+
+from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
+from localchat.kernels.int4_packing import LAYOUT, VERSION
+from localchat.ledger import default_formats
+from localchat.model import Linear, Model, RMSNorm
+from localchat.ops import ops_for
+from localchat.registry import Entry
+
+
+def synthetic_model(entry: Entry, device: str, seed: int = 0) -> Model:
+    """A model with the shapes of `entry`, in the formats that `quantize` chooses by itself.
+
+    Raises:
+        BadCheckpoint: the model's family cannot be run.
+    """
+    formats = default_formats(entry)
+    quantization = QuantizationConfig(LAYOUT, VERSION, TensorFormat(4, 128), formats)
+    raw = entry.config_dict() | {"quantization_config": quantization.to_dict()}
+    target = torch.device(device)
+    with torch.device("meta"):
+        model = Model(ModelConfig.from_dict(raw), ops_for(target))
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        for module in model.modules():
+            if isinstance(module, Linear):
+                _fill_linear(module, target)
+            elif isinstance(module, RMSNorm):
+                module.weight = torch.ones(module.weight.shape, device=target)
+        model.inv_freq = model.inv_freq.to(target)
+        for module in model.modules():
+            if isinstance(module, Linear):
+                model.ops.prepare(module)
+    return model.eval()
+
+
+def _fill_linear(linear: Linear, device: torch.device) -> None:
+    """Uniform codes; scales that make the product of a normalised input about one, and a quarter of that for INT4."""
+    if linear.bits == 4:
+        n, words = linear.qweight.shape
+        shape = linear.qweight.shape
+        linear.qweight = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
+        scale = 0.25 / (4.6 * math.sqrt(8 * words))  # 4.6: standard deviation of q - 8
+        linear.scales = torch.full(linear.scales.shape, scale, dtype=torch.float16, device=device)
+        if linear.mins is not None:
+            linear.mins = -7.5 * linear.scales
+    else:
+        n, k = linear.weight.shape
+        linear.weight = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
+        linear.scales = torch.full((n,), 1 / (73 * math.sqrt(k)), device=device)
+    if linear.bias is not None:
+        linear.bias = 0.1 * torch.randn(n, device=device)

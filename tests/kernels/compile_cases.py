@@ -1,0 +1,219 @@
+"""Every kernel as it is launched for real shapes, to be compiled for cards that are not there.
+
+`CASES` is the registry: a new kernel adds its own lines. tests/kernels/test_compile.py reads it and runs this file in a
+process of its own (where TRITON_INTERPRET is set, `triton.jit` gives functions that cannot be compiled). Run as a
+script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers"} or
+{"error"}}.
+"""
+
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localchat.kernels import attention
+
+ARCHS = (80, 86, 89, 90, 120)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, "module.function" below localchat.kernels, and how it is launched.
+
+    `signature` lists the types of all parameters that are not in `constexprs`, in their order: "*bf16", "i32", "fp32";
+    "i32:16" is an integer known to be a multiple of 16. Pointers are aligned to 16 bytes. A pointer that is None at
+    launch belongs into `constexprs`.
+    """
+
+    name: str
+    kernel: str
+    signature: str
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    archs: tuple[int, ...] = ARCHS
+
+
+def _row_cases() -> list[Case]:
+    cases = []
+    for half, out in ((True, "*fp16 *fp32"), (False, "*bf16")):
+        missing = {} if half else {"scale_ptr": None}
+        name = "half" if half else "bf16"
+        cases.append(
+            Case(
+                f"rms_norm {name}",
+                "rms_norm._rms_norm_kernel",
+                f"*fp32 *fp32 {out} i32:16 fp32",
+                {**missing, "HALF": half, "BLOCK": 8192},
+                num_warps=16,
+            )
+        )
+        cases += [
+            Case(
+                f"swiglu {name} {dtype} block {block}",
+                "swiglu._swiglu_kernel",
+                f"*{dtype} {out} i32:16",
+                {**missing, "HALF": half, "WHOLE": block > 4096, "BLOCK": block},
+                num_warps=warps,
+            )
+            for dtype in ("fp32", "bf16")
+            for block, warps in ((4096, 16), (32768, 32))
+        ]
+    return cases
+
+
+def _attention_cases() -> list[Case]:
+    """smollm2, qwen2.5-32b, qwen3-8b and the head_dim 256 that comes; an fp32 cache."""
+    cases = []
+    for d, group, dtype in ((64, 3, "bf16"), (128, 5, "bf16"), (128, 8, "bf16"), (256, 6, "bf16"), (64, 7, "fp32")):
+        size = 4 if dtype == "fp32" else 2
+        launch = {"GROUP": group, "D": d, "WIDEN": False}
+        pointers, shape = f"*{dtype} *{dtype} *{dtype} *i64", f"D {d} group {group} {dtype}"
+        block_n = attention.decode_block(d, size)
+        cases.append(
+            Case(
+                f"attention_decode {shape}",
+                "attention._attention_decode_kernel",
+                f"{pointers} *fp32 *fp32 fp32 i32:16",
+                {**launch, "BLOCK_M": 16, "BLOCK_N": block_n},
+                num_stages=2,
+            )
+        )
+        for rows in (32, 10_000):
+            for archs in ((80, 86, 89, 120), (90,)):
+                block_m, block_n, warps = attention.prefill_blocks(d, size, rows, archs[0] // 10)
+                cases.append(
+                    Case(
+                        f"attention_prefill {shape} rows {rows}",
+                        "attention._attention_prefill_kernel",
+                        f"{pointers} *fp32 fp32 i32 i32 i32:16",
+                        {**launch, "BLOCK_M": block_m, "BLOCK_N": block_n},
+                        num_warps=warps,
+                        num_stages=2,
+                        archs=archs,
+                    )
+                )
+    combine = {"D": 128, "BLOCK_S": 16}
+    return [*cases, Case("attention_combine", "attention._attention_combine_kernel", "*fp32 *fp32 *fp32 i32", combine)]
+
+
+def _sampling_cases() -> list[Case]:
+    """151,936 candidates."""
+    grid = {"BLOCK": 2048, "BLOCKS": 128}
+    row, settings = "*fp32 *fp32 *i64", "*fp32 *i64"
+    adjust = {"BLOCK": 2048, "HISTOGRAM_BLOCK": 1024}
+    return [
+        Case("sample adjust", "sampling._adjust_kernel", f"*fp32 *u8 *fp32 {row} i32:16", adjust, 8),
+        Case("sample coarse", "sampling._coarse_kernel", f"{row} {settings} i32:16", grid, 8),
+        *(
+            Case(f"sample {name}", f"sampling._{name}_kernel", f"{row} *i64 {settings} i32:16", grid, 8)
+            for name in ("top_k_middle", "top_k_last", "top_p_middle")
+        ),
+        Case("sample top_p_last", "sampling._top_p_last_kernel", f"{row} *i64 *fp32 i32:16", grid, 8),
+        Case("sample draw", "sampling._draw_kernel", f"{row} *i64 {settings} *i64 *fp32 *i32 i32:16", grid, 8),
+        Case("sample choose", "sampling._choose_kernel", "*fp32 *i32 *i64 i32:16", grid, 1),
+        Case("mark_seen", "sampling._mark_seen_kernel", "*i64 *u8", {"BITS": 3}, 1),
+    ]
+
+
+@functools.cache
+def cases() -> list[Case]:
+    """The registry."""
+    rope = {"HALF": 64, "BLOCK": 64}
+    rope_signature = "*i64 *bf16 *bf16 *bf16 fp32 i32 i32 i32:16"
+    return [
+        *_row_cases(),
+        Case("scaled_half fp32", "scaled_half._scaled_half_kernel", "*fp32 *fp16 *fp32 i32:16", {"BLOCK": 4096}, 16),
+        Case("scaled_half bf16", "scaled_half._scaled_half_kernel", "*bf16 *fp16 *fp32 i32:16", {"BLOCK": 4096}, 16),
+        Case(
+            "int8_embedding",
+            "int8_embedding._int8_embedding_kernel",
+            "*i64 *i8 *fp32 *fp32 i32:16",
+            {"BLOCK": 1024},
+        ),
+        Case("rotary", "rotary._rotary_kernel", "*i64 *fp32 *fp32 *fp32 fp32 i32:16", {"BLOCK": 64}, 1),
+        Case(
+            "rope_kv_write",
+            "rope_kv_write._rope_kv_write_kernel",
+            f"*fp32 *fp32 *fp32 {rope_signature}",
+            {"q_norm_ptr": None, "k_norm_ptr": None, "NORM": False, **rope},
+            1,
+        ),
+        Case(
+            "rope_kv_write with norms",
+            "rope_kv_write._rope_kv_write_kernel",
+            f"*bf16 *bf16 *bf16 *fp32 *fp32 {rope_signature}",
+            {"NORM": True, **rope},
+            1,
+        ),
+        *_attention_cases(),
+        *_sampling_cases(),
+    ]
+
+
+def compile_case(case: Case, arch: int) -> dict[str, Any]:
+    """What the compiler says of one kernel on one architecture."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, function = case.kernel.rsplit(".", 1)
+    kernel = getattr(importlib.import_module(f"localchat.kernels.{module}"), function)
+    types = iter(case.signature.split())
+    signature, attrs = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        kind, _, multiple = ("constexpr", "", "") if name in case.constexprs else next(types).partition(":")
+        signature[name] = kind
+        if kind.startswith("*") or multiple:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    if left := list(types):
+        raise ValueError(f"{case.name}: got the types {left} too many for {kernel.arg_names}")
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in case.constexprs.items()}, attrs)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return {"shared": compiled.metadata.shared, **_resource_usage(compiled.asm["cubin"])}
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    usage = {}
+    for key, label in (("registers", "REG"), ("stack", "STACK"), ("local", "LOCAL")):
+        found = re.search(rf"\b{label}:(\d+)", text)
+        if found is None:
+            raise ValueError(f"cuobjdump: got {text!r}, wanted a {label}: field")
+        usage[key] = int(found[1])
+    return usage
+
+
+def _report(task: tuple[Case, int]) -> tuple[str, dict[str, Any]]:
+    case, arch = task
+    try:
+        return f"{case.name} sm_{arch}", compile_case(case, arch)
+    except Exception as error:  # noqa: BLE001  (the compiler's errors have no common class; a test prints them)
+        return f"{case.name} sm_{arch}", {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    tasks = [(case, arch) for case in cases() for arch in case.archs]
+    with multiprocessing.Pool(os.cpu_count()) as pool:
+        json.dump(dict(pool.imap_unordered(_report, tasks)), sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

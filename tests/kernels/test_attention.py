@@ -1,0 +1,134 @@
+"""kernels/attention.py: both kernels against the reference; unwritten rows of the cache are NaN."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from localchat.kernels.attention import attention_decode, attention_prefill, attention_reference
+
+Relative = Callable[[Tensor, Tensor], float]
+pytestmark = pytest.mark.usefixtures("nan_filled")
+
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3}  # bf16: the weights p are rounded before p v
+
+
+def cache_and_queries(
+    device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int], head_dim: int, length: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q of the last `tokens` of `length` positions, keys, values (9 NaN rows behind the last), positions."""
+    q_heads, kv_heads = heads
+    q = (torch.randn(tokens, q_heads, head_dim, device=device) * 2).to(dtype)
+    keys, values = (torch.randn(kv_heads, length + 9, head_dim, device=device).to(dtype) for _ in range(2))
+    keys[:, length:] = values[:, length:] = float("nan")
+    return q, keys, values, torch.arange(length - tokens, length, device=device)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "length", "splits"),
+    [
+        ((9, 3), 64, 1, 4),  # smollm2; all splits but one are empty
+        ((2, 2), 64, 128, 1),
+        ((14, 2), 64, 129, 3),  # qwen2.5-0.5b
+        ((5, 1), 128, 333, 5),  # a KV head of qwen2.5-32b
+        ((4, 4), 128, 300, 19),
+        ((32, 1), 64, 200, 2),  # a group beyond one tile of 16
+        ((6, 1), 256, 70, 2),
+    ],
+)
+def test_decode_agrees(
+    device: torch.device,
+    relative: Relative,
+    heads: tuple[int, int],
+    head_dim: int,
+    length: int,
+    splits: int,
+    dtype: torch.dtype,
+) -> None:
+    q, keys, values, positions = cache_and_queries(device, dtype, 1, heads, head_dim, length)
+    out = attention_decode(q, keys, values, positions, splits=splits)
+    wanted = attention_reference(q.float(), keys.float(), values.float(), positions)
+    assert out.dtype == torch.float32
+    assert relative(out, wanted) < BOUNDS[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 2047, 32_768])
+@pytest.mark.parametrize(("heads", "head_dim"), [((40, 8), 128), ((32, 8), 128), ((9, 3), 64)])
+def test_decode_agrees_at_real_sizes(
+    card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, length: int
+) -> None:
+    q, keys, values, positions = cache_and_queries(card, torch.bfloat16, 1, heads, head_dim, length)
+    wanted = attention_reference(q.float(), keys, values, positions)
+    outs = [attention_decode(q, keys, values, positions, splits=splits) for splits in (32, 32, 1)]
+    assert relative(outs[0], wanted) < 2.5e-3
+    assert torch.equal(outs[0], outs[1])
+    assert relative(outs[2], wanted) < 2.5e-3
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "length", "tokens"),
+    [
+        ((9, 3), 64, 50, 50),  # no prefix
+        ((14, 2), 64, 130, 40),  # a prefix, several tiles
+        ((5, 1), 128, 197, 2),  # two tokens behind a prefix
+        ((2, 2), 64, 300, 140),  # no group: a tile is 128 tokens
+        ((3, 1), 64, 1, 1),
+        ((32, 1), 128, 70, 5),
+        ((4, 2), 256, 80, 33),
+    ],
+)
+def test_prefill_agrees(
+    device: torch.device,
+    relative: Relative,
+    heads: tuple[int, int],
+    head_dim: int,
+    length: int,
+    tokens: int,
+    dtype: torch.dtype,
+) -> None:
+    q, keys, values, positions = cache_and_queries(device, dtype, tokens, heads, head_dim, length)
+    out = attention_prefill(q, keys, values, positions)
+    wanted = attention_reference(q.float(), keys.float(), values.float(), positions)
+    assert out.dtype == torch.float32
+    assert relative(out, wanted) < BOUNDS[dtype]
+    rounded = attention_prefill(q, keys, values, positions, dtype=torch.bfloat16)
+    assert torch.equal(rounded, out.bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "tokens"), [(2048, 2048), (5000, 1111), (32_768, 256)])
+@pytest.mark.parametrize(("heads", "head_dim"), [((40, 8), 128), ((32, 8), 128), ((9, 3), 64)])
+def test_prefill_agrees_at_real_sizes(
+    card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, length: int, tokens: int
+) -> None:
+    q, keys, values, positions = cache_and_queries(card, torch.bfloat16, tokens, heads, head_dim, length)
+    out = attention_prefill(q, keys, values, positions)
+    assert relative(out, attention_reference(q.float(), keys, values, positions)) < 2.5e-3
+    assert torch.equal(out, attention_prefill(q, keys, values, positions))
+
+
+def test_large_scores_do_not_overflow(device: torch.device, relative: Relative) -> None:
+    """Keys of 1e5 make one token win everything."""
+    q, keys, values, positions = cache_and_queries(device, torch.bfloat16, 1, (4, 2), 64, 100)
+    keys[:, :100] *= 1e5
+    wanted = attention_reference(q.float(), keys.float(), values.float(), positions)
+    assert relative(attention_decode(q, keys, values, positions, splits=2), wanted) < 2.5e-3
+    assert relative(attention_prefill(q, keys, values, positions), wanted) < 2.5e-3
+
+
+def test_refusals() -> None:
+    q, keys, positions = torch.zeros(1, 4, 64), torch.zeros(2, 9, 64), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="attention_decode: keys: got bfloat16"):
+        attention_decode(q, keys.bfloat16(), keys, positions, splits=1)
+    with pytest.raises(ValueError, match="attention_decode: got 1 tokens, 0 splits"):
+        attention_decode(q, keys, keys, positions, splits=0)
+    with pytest.raises(ValueError, match="got 3 query heads, 2 KV heads, head_dim 64"):
+        attention_decode(q[:, :3].contiguous(), keys, keys, positions, splits=1)
+    with pytest.raises(ValueError, match="got 4 query heads, 2 KV heads, head_dim 48"):
+        attention_decode(torch.zeros(1, 4, 48), torch.zeros(2, 9, 48), torch.zeros(2, 9, 48), positions, splits=1)
+    with pytest.raises(ValueError, match=r"attention_prefill: got dtype torch\.float16"):
+        attention_prefill(q, keys, keys, positions, dtype=torch.float16)

@@ -1,0 +1,55 @@
+"""Every kernel compiles for cards that are not here, keeps its values in registers and fits in shared memory.
+
+The cases and the compiling are in compile_cases.py, run once in a process without TRITON_INTERPRET.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("compile_cases.py")
+# Shared memory of one program: 163 KB on an A100, 227 on an H100 and H200, 99 on the consumer cards.
+SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+
+
+def _registry() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compile_cases", SCRIPT)
+    if spec is None or spec.loader is None:
+        raise ImportError(SCRIPT)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = [f"{case.name} sm_{arch}" for case in _registry().cases() for arch in case.archs]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What compile_cases.py prints."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    run = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    compiled: dict[str, dict[str, Any]] = json.loads(run.stdout)
+    return compiled
+
+
+def test_the_names_are_unique() -> None:
+    assert len(CASES) == len(set(CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles(report: dict[str, dict[str, Any]], case: str) -> None:
+    usage = report[case]
+    assert "error" not in usage, usage["error"]
+    assert usage["shared"] <= SHARED_KB[int(case.rsplit("sm_")[-1])] * 1024
+    assert usage["stack"] == usage["local"] == 0

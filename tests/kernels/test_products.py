@@ -1,0 +1,101 @@
+"""The packed products on a GPU (or in the interpreter) against their references."""
+
+import pytest
+import torch
+
+from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul, int4_matmul_reference
+from localchat.kernels.int4_packing import dequantize, dequantize_rows, pack
+from localchat.kernels.int8_matmul import dequantize_int8, int8_matmul, int8_matmul_reference
+
+# The last two shapes are real ones; they only run on a card.
+SHAPES = [(7, 64, 32), (48, 576, 64), (20, 896, 128), (33, 1664, 128), (3584, 18944, 128), (10240, 5120, 128)]
+BOUND = 5e-4
+
+
+def relative(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((out.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def skip_large(n: int, k: int, device: torch.device) -> None:
+    if device.type == "cpu" and n * k > 1 << 17:
+        pytest.skip("too large for the interpreter, runs with -m gpu")
+
+
+def scaled_half(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As kernels/scaled_half.py defines it, in torch."""
+    scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1) / 512)).clamp_min(0))
+    return (x / scale[:, None]).half(), scale
+
+
+def make_int4(n: int, k: int, group: int, with_min: bool, device: torch.device) -> tuple[torch.Tensor, ...]:
+    codes = torch.randint(0, 16, (n, k), device=device)
+    scales = (0.005 + 0.01 * torch.rand(n, k // group, device=device)).half()
+    mins = (-0.1 * torch.rand(n, k // group, device=device)).half() if with_min else None
+    return pack(codes, group), scales, mins  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 17, 70])
+@pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
+@pytest.mark.parametrize("magnitude", [1.0, 1e5])
+def test_int4(device: torch.device, shape: tuple[int, int, int], tokens: int, with_min: bool, magnitude: float) -> None:
+    torch.manual_seed(0)
+    n, k, group = shape
+    skip_large(n, k, device)
+    qweight, scales, mins = make_int4(n, k, group, with_min, device)
+    x, row_scale = scaled_half(magnitude * torch.randn(tokens, k, device=device))
+    bias = torch.randn(n, device=device) if with_min else None
+    residual = magnitude * torch.randn(tokens, n, device=device) if with_min else None
+    wanted = int4_matmul_reference(x.float() * row_scale[:, None], qweight, scales, mins, bias)
+    wanted = wanted if residual is None else wanted + residual
+    out = torch.full((tokens, n), float("nan"), device=device)
+    int4_matmul(x, row_scale, qweight, scales, mins, bias, residual, out=out)
+    assert relative(out, wanted) < BOUND
+
+
+@pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
+def test_the_inline_ptx_and_its_twin_agree(card: torch.device, with_min: bool) -> None:
+    qweight, scales, mins = make_int4(512, 5120, 128, with_min, card)
+    x, row_scale = scaled_half(torch.randn(1, 5120, device=card))
+    ptx, twin = (int4_matmul(x, row_scale, qweight, scales, mins, use_ptx=use) for use in (True, False))
+    assert relative(ptx, twin) < BOUND
+
+
+@pytest.mark.parametrize("shape", [s[:2] for s in SHAPES], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_int8(device: torch.device, shape: tuple[int, int], tokens: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    n, k = shape
+    skip_large(n, k, device)
+    weight = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
+    scales = 0.001 * (1 + torch.rand(n, device=device))
+    x, row_scale = scaled_half(1e4 * torch.randn(tokens, k, device=device))
+    added = torch.randn(n, device=device) if bias else None
+    residual = 1e4 * torch.randn(tokens, n, device=device) if bias else None
+    wanted = int8_matmul_reference(x.float() * row_scale[:, None], weight, scales, added)
+    wanted = wanted if residual is None else wanted + residual
+    out = torch.full((tokens, n), float("nan"), device=device)
+    int8_matmul(x, row_scale, weight, scales, added, residual, out=out)
+    assert relative(out, wanted) < BOUND
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
+def test_dequantised_scratch_is_the_matrix(device: torch.device, shape: tuple[int, int, int], with_min: bool) -> None:
+    n, k, group = shape
+    qweight, scales, mins = make_int4(n, k, group, with_min, device)
+    out = torch.full((n, k), float("nan"), dtype=torch.float16, device=device)
+    assert relative(dequantize_int4(qweight, scales, mins, out), dequantize(qweight, scales, mins)) < BOUND
+    rows, row_scales = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device), torch.rand(n, device=device)
+    out.fill_(float("nan"))
+    assert relative(dequantize_int8(rows, row_scales, out), dequantize_rows(rows, row_scales)) < BOUND
+
+
+def test_shapes_that_do_not_belong_together_are_refused(device: torch.device) -> None:
+    qweight, scales, _ = make_int4(8, 64, 32, False, device)
+    x, row_scale = scaled_half(torch.randn(1, 96, device=device))
+    with pytest.raises(ValueError, match="wanted fp16"):
+        int4_matmul(x, row_scale, qweight, scales)
+    with pytest.raises(ValueError, match="wanted fp16"):
+        int8_matmul(x.float(), row_scale, torch.zeros(8, 96, dtype=torch.int8, device=device), torch.ones(8))

@@ -1,0 +1,70 @@
+"""kernels/rope_kv_write.py: the kernel against its reference."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from localchat.kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
+from localchat.kernels.rotary import rotary_table_reference
+
+Relative = Callable[[Tensor, Tensor], float]
+pytestmark = pytest.mark.usefixtures("nan_filled")
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("qkv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(3, 1, 64), (4, 2, 24), (2, 2, 128)])
+def test_agrees(
+    device: torch.device,
+    relative: Relative,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    qkv_dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    norm: bool,
+) -> None:
+    positions = torch.tensor([5, 6, 7], device=device)
+    qkv = (torch.randn(3, (q_heads + 2 * kv_heads) * head_dim, device=device) * 5).to(qkv_dtype)
+    norms = [torch.randn(head_dim, device=device).bfloat16() if norm else None for _ in range(2)]
+    inv_freq = 1e4 ** (-torch.arange(head_dim // 2, device=device) * 2 / head_dim)
+    cos, sin = rotary_table_reference(positions, inv_freq, 1.1)
+    keys, values = (torch.full((kv_heads, 9, head_dim), 7.0, device=device, dtype=cache_dtype) for _ in range(2))
+    wanted_keys, wanted_values = keys.float(), values.float()
+    q = rope_kv_write(qkv, norms[0], norms[1], 1e-6, cos, sin, positions, keys, values)
+    wanted_q = rope_kv_write_reference(
+        qkv.float(), norms[0], norms[1], 1e-6, cos, sin, positions, wanted_keys, wanted_values
+    )
+    bound = 1e-6 if cache_dtype == torch.float32 else 2.5e-3
+    assert q.dtype == cache_dtype
+    assert relative(q, wanted_q) < bound
+    for cache, wanted in ((keys, wanted_keys), (values, wanted_values)):
+        assert relative(cache[:, 5:8], wanted[:, 5:8]) < bound
+        assert bool((cache[:, :5] == 7).all() and (cache[:, 8] == 7).all())  # nothing else is touched
+
+
+@pytest.mark.gpu
+def test_a_cache_behind_two_to_the_31(card: torch.device) -> None:
+    capacity = 140_000
+    keys, values = (torch.zeros(128, capacity, 128, device=card, dtype=torch.bfloat16) for _ in range(2))
+    positions = torch.tensor([capacity - 1], device=card)
+    cos, sin = torch.ones(1, 128, device=card), torch.zeros(1, 128, device=card)
+    qkv = torch.randn(1, 3 * 128 * 128, device=card).bfloat16()
+    q = rope_kv_write(qkv, None, None, 0.0, cos, sin, positions, keys, values)
+    assert torch.equal(torch.cat((q[0], keys[:, -1], values[:, -1])).flatten(), qkv[0])
+
+
+def test_refusals() -> None:
+    keys = torch.zeros(2, 9, 16)
+    table, positions, norm = torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64), torch.ones(16)
+    with pytest.raises(ValueError, match="got one of q_norm and k_norm"):
+        rope_kv_write(torch.zeros(1, 96), norm, None, 0.0, table, table, positions, keys, keys)
+    with pytest.raises(ValueError, match=r"rope_kv_write: qkv: got float32 \[1, 100\], wanted .* \[any, 96\]"):
+        rope_kv_write(torch.zeros(1, 100), None, None, 0.0, table, table, positions, keys, keys)
+    with pytest.raises(ValueError, match=r"rope_kv_write: got qkv \[1, 64\]"):
+        rope_kv_write(torch.zeros(1, 64), None, None, 0.0, table, table, positions, keys, keys)
+    with pytest.raises(ValueError, match="rope_kv_write: values: got bfloat16"):
+        rope_kv_write(torch.zeros(1, 96), None, None, 0.0, table, table, positions, keys, keys.bfloat16())

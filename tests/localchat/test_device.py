@@ -1,0 +1,65 @@
+"""Which device is chosen, and how a card that cannot be used is named. The card itself is faked."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from localchat import device
+from localchat.device import choose_device
+from localchat.errors import UsageError, UserError
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """One card of capability 8.9 with 24 GB; what is asked of it is recorded."""
+    asked: dict[str, float] = {}
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda index: asked.update(index=index),
+        "get_device_name": lambda index: "Card",
+        "get_device_capability": lambda index: (8, 9),
+        "get_device_properties": lambda index: SimpleNamespace(total_memory=24e9),
+        "set_per_process_memory_fraction": lambda fraction, index: asked.update(fraction=fraction),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return asked
+
+
+def test_without_a_card_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device() == choose_device("cpu") == "cpu"
+    with pytest.raises(UsageError, match="torch sees 0 NVIDIA cards"):
+        choose_device("0")
+    with pytest.raises(UsageError, match="--vram"):
+        choose_device("auto", 8)
+
+
+def test_a_card_is_taken_and_capped(card: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_check_card", lambda index: None)
+    assert choose_device("auto", 12) == "cuda:0"
+    assert card == {"index": 0, "fraction": 0.5}
+    assert choose_device("cpu") == "cpu"
+    with pytest.raises(UsageError, match="torch sees 1 NVIDIA card") as caught:
+        choose_device("3")
+    assert "--gpu cpu" in caught.value.hint
+
+
+def test_an_old_card_is_named_and_the_processor_offered(
+    card: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    with pytest.raises(UserError, match=r"Card has compute capability 7\.5") as caught:
+        choose_device()
+    assert "--gpu cpu" in caught.value.hint
+
+
+def test_a_card_that_triton_cannot_compile_for(card: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*size: int, **options: object) -> None:
+        raise RuntimeError("no driver\nand more")
+
+    monkeypatch.setattr(torch, "zeros", fails)
+    with pytest.raises(UserError, match=r"Triton cannot compile for it \(no driver\)"):
+        choose_device()

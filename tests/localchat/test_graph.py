@@ -1,0 +1,67 @@
+"""The captured decode step on a card: what runs in it, and that it gives what separate launches give."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from localchat.engine import Engine
+from localchat.model import Model
+from localchat.registry import MODELS
+from localchat.sampling import Sampling
+from localchat.synthetic import synthetic_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")]
+GREEDY = Sampling(temperature=0.0)
+PROMPT = list(range(5, 90))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA card")
+    return synthetic_model(MODELS["smollm2-135m"], "cuda")
+
+
+def reply(engine: Engine, prompt: list[int], sampling: Sampling, tokens: int = 40) -> list[int]:
+    engine.rewind(0)
+    for _ in engine.prefill(prompt):
+        continue
+    return list(engine.generate(sampling, (), tokens))
+
+
+def test_only_triton_kernels_run_in_a_step(model: Model) -> None:
+    engine = Engine(model, 200)
+    reply(engine, PROMPT, GREEDY)
+    if engine._graph is None or engine._graph._graph is None:
+        raise AssertionError("no graph was captured")
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        engine._graph._graph.replay()
+        torch.cuda.synchronize()
+    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    others = {name for name in names if not (name.startswith("_") and name.endswith("_kernel"))}
+    assert not others - {"Activity Buffer Request"}  # the profiler's own
+    assert len(names) > 30 * 5
+
+
+def test_the_graph_gives_what_separate_launches_give(model: Model) -> None:
+    engine, plain = Engine(model, 200), Engine(model, 200)
+    captured = reply(engine, PROMPT, GREEDY)
+    for _ in plain.prefill(PROMPT):
+        continue
+    ids = [plain._sample(GREEDY)]
+    while len(ids) < len(captured):
+        plain._forward([ids[-1]])
+        ids.append(plain._sample(GREEDY))
+    assert captured == ids
+
+
+def test_one_graph_serves_every_prompt_length_and_setting(model: Model) -> None:
+    engine = Engine(model, 200)
+    reply(engine, PROMPT, GREEDY)
+    graph = engine._graph and engine._graph._graph
+    cases = ((PROMPT[:3], GREEDY), (PROMPT, Sampling(seed=3, top_k=20)), (PROMPT[:50], Sampling(seed=4)))
+    for prompt, sampling in cases:
+        first = reply(engine, prompt, sampling)
+        assert first == reply(engine, prompt, sampling)  # bit-identical, whatever ran before
+        assert first == reply(Engine(model, 200), prompt, sampling)
+    assert engine._graph and engine._graph._graph is graph
