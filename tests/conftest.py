@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Triton decides when it is imported, so no conftest.py may import it, or a kernel, at its top.
     """
+    # A shell has its background jobs ignore Ctrl-C, and children inherit that: tests that send it would wait for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     markers = config.getoption("markexpr") or ""
     if not re.search(r"(?<!not )\bgpu\b", markers):
         os.environ.setdefault("TRITON_INTERPRET", "1")
