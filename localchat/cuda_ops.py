@@ -33,7 +33,7 @@ Activation = tuple[Tensor, Tensor | None]
 
 
 class CudaOps(ReferenceOps):
-    """See the module. `splits` is the number of parts the cache is read in while decoding, the same at any length."""
+    """See the module."""
 
     weight_dtype = torch.bfloat16
     cache_dtype = torch.bfloat16
@@ -42,14 +42,6 @@ class CudaOps(ReferenceOps):
     def __init__(self, device: torch.device) -> None:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch = torch.empty(0, dtype=torch.bfloat16, device=device)
-
-    def prepare(self, linear: "Linear") -> None:
-        super().prepare(linear)
-        if linear.bits != 16:
-            n, k = linear.qweight.shape if linear.bits == 4 else linear.weight.shape
-            size = n * k * (8 if linear.bits == 4 else 1)
-            if size > self._scratch.numel() and n <= 100_000:  # lm_head never takes more than a few rows
-                self._scratch = torch.empty(size, dtype=torch.bfloat16, device=self._scratch.device)
 
     def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
         if table.bits == 8:
@@ -106,14 +98,16 @@ class CudaOps(ReferenceOps):
         return y if residual is None else residual + y
 
     def _dense(self, linear: "Linear") -> Tensor:
-        """The matrix in bf16 [N, K], in the scratch that all matrices share."""
+        """The matrix in bf16 [N, K], in scratch that all share: it grows to the largest one that a prefill needs."""
         if linear.bits == 16:
             return linear.weight
+        n, k = linear.weight.shape if linear.bits == 8 else (linear.qweight.shape[0], linear.qweight.shape[1] * 8)
+        if n * k > self._scratch.numel():
+            self._scratch = torch.empty(n * k, dtype=torch.bfloat16, device=self._scratch.device)
+        out = self._scratch[: n * k].view(n, k)
         if linear.bits == 8:
-            out = self._scratch[: linear.weight.numel()].view(linear.weight.shape)
             return dequantize_int8(linear.weight, linear.scales, out)
-        n, words = linear.qweight.shape
-        return dequantize_int4(linear.qweight, linear.scales, linear.mins, self._scratch[: n * words * 8].view(n, -1))
+        return dequantize_int4(linear.qweight, linear.scales, linear.mins, out)
 
 
 def _few(x: Tensor) -> bool:
