@@ -33,7 +33,10 @@ def rope_kv_write_reference(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Writes keys and values in place, returns q [T, Hq, D]. Shapes as in the module's docstring."""
+    """Writes keys and values in place, returns q [T, Hq, D]. Shapes as in the module's docstring.
+
+    cos and sin may be narrower than a head, [T, R]: then its first R dimensions are rotated and the others are not.
+    """
     kv_heads, _, head_dim = keys.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim).float()
     q_heads = heads.shape[1] - 2 * kv_heads
@@ -43,8 +46,10 @@ def rope_kv_write_reference(
         qk = torch.cat((q, k), dim=1)
     else:
         qk = heads[:, : q_heads + kv_heads]
-    swapped = qk.roll(head_dim // 2, dims=-1)
-    rotated = torch.addcmul(qk * cos.unsqueeze(1), swapped, sin.unsqueeze(1))
+    rotary_dim = cos.shape[-1]
+    turning, still = qk[..., :rotary_dim], qk[..., rotary_dim:]
+    swapped = turning.roll(rotary_dim // 2, dims=-1)
+    rotated = torch.cat((torch.addcmul(turning * cos.unsqueeze(1), swapped, sin.unsqueeze(1)), still), dim=-1)
     keys.index_copy_(1, positions, rotated[:, q_heads:].transpose(0, 1).to(keys.dtype))
     values.index_copy_(1, positions, heads[:, q_heads + kv_heads :].transpose(0, 1).to(values.dtype))
     return rotated[:, :q_heads].to(qkv.dtype)

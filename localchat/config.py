@@ -15,17 +15,17 @@ from typing import Any, TypeGuard
 from localchat.errors import BadCheckpoint
 
 _MOST_LAYERS = 1000  # more is a damaged file, not a model
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5")
+# The same language model under the name it has without its multimodal wrapper.
+_TEXT_MODELS = {"qwen3_5_text": "qwen3_5"}
 GROUP_SIZES = (32, 64, 128)  # as in kernels/int4_packing.py (which imports torch)
 
 # Families people will try, with what to say of them. Everything else is "not one of ...".
 _KNOWN_UNSUPPORTED = {
-    "qwen3_5": "the gated delta net family (Qwen3.5, 3.6, 3.8) is not supported yet",
-    "qwen3_5_text": "the gated delta net family (Qwen3.5, 3.6, 3.8) is not supported yet",
-    "qwen2_moe": "mixture-of-experts models are not supported",
-    "qwen3_moe": "mixture-of-experts models are not supported",
-    "qwen3_5_moe": "mixture-of-experts models are not supported",
-    "mixtral": "mixture-of-experts models are not supported",
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "mixtral"),
+        "mixture-of-experts models are not supported",
+    ),
 }
 
 
@@ -116,6 +116,9 @@ def _tensor_format(raw: Mapping[str, Any]) -> TensorFormat:
 class ModelConfig:
     """The shape of a dense decoder. Sizes are counts of elements; `head_dim` is per head.
 
+    layer_types: the mixer of each layer, "full_attention" or "linear_attention" (a gated delta net, which the fields
+    `linear_...` describe). attn_output_gate: attention's result is multiplied by a sigmoid gate. rotary_dim: so many
+    dimensions of a head are rotated, the first ones; the others are left as they are.
     `quantization` is None for a checkpoint that was not packed by this program; `foreign_quantization` then
     holds another tool's quantization_config, if there is one, for the reader that converts it.
     """
@@ -136,6 +139,14 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    layer_types: tuple[str, ...] = ()
+    attn_output_gate: bool = False
+    rotary_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
     quantization: QuantizationConfig | None = None
     foreign_quantization: Mapping[str, Any] | None = None
 
@@ -149,6 +160,16 @@ class ModelConfig:
         """Rows of the key part, and of the value part, of qkv_proj."""
         return self.num_key_value_heads * self.head_dim
 
+    @property
+    def linear_value_size(self) -> int:
+        """Features of a gated delta net between its two projections."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of a gated delta net's convolution: queries and keys of the key heads, values of the value heads."""
+        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.linear_value_size
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read config.json's content, old (`rope_scaling`) and new (`rope_parameters`) spelling.
@@ -156,13 +177,10 @@ class ModelConfig:
         Raises:
             BadCheckpoint: the architecture is unknown, a key is missing, or a value would be computed wrongly.
         """
-        # A multimodal wrapper nests the language model; what is missing there stands at the top.
-        text = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), Mapping) else dict(raw)
-        model_type = str(raw.get("model_type", text.get("model_type")))
-        if model_type not in ARCHITECTURES:
-            reason = _KNOWN_UNSUPPORTED.get(model_type, f"known architectures are {', '.join(ARCHITECTURES)}")
-            raise BadCheckpoint(f"config.json: model_type {model_type!r} cannot be run: {reason}.")
-        _refuse_what_would_be_wrong(text)
+        text = flat_config(raw)
+        model_type = _model_type(raw, text)
+        hybrid = model_type == "qwen3_5"
+        _refuse_what_would_be_wrong(text, hybrid)
         attention_bias, qwen2 = _flag(text, "attention_bias"), model_type == "qwen2"
         heads = _count(text, "num_attention_heads")
         kv_heads = _count(text, "num_key_value_heads", heads)
@@ -176,11 +194,16 @@ class ModelConfig:
         if not isinstance(quantization, Mapping | None):
             raise BadCheckpoint(f"config.json: quantization_config is {quantization!r}, wanted an object.")
         max_position = _count(text, "max_position_embeddings")
+        layers = _count(text, "num_hidden_layers", most=_MOST_LAYERS)
+        rope, rotary_factor = _rope(text, max_position, hybrid)
+        rotary_dim = int(head_dim * rotary_factor)
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            raise BadCheckpoint(f"config.json: partial_rotary_factor {rotary_factor} of head_dim {head_dim}.")
         return cls(
             model_type=model_type,
             hidden_size=_count(text, "hidden_size"),
             intermediate_size=_count(text, "intermediate_size"),
-            num_hidden_layers=_count(text, "num_hidden_layers", most=_MOST_LAYERS),
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
@@ -188,14 +211,33 @@ class ModelConfig:
             rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
             max_position_embeddings=max_position,
             tie_word_embeddings=_flag(text, "tie_word_embeddings"),
-            rope=_rope(text, max_position),
-            qk_norm=model_type == "qwen3",
+            rope=rope,
+            qk_norm=model_type == "qwen3" or hybrid,
             qkv_bias=qwen2 or attention_bias,
             o_bias=attention_bias and not qwen2,
             mlp_bias=_flag(text, "mlp_bias") and model_type == "llama",
+            attn_output_gate=hybrid,
+            rotary_dim=rotary_dim,
+            **_mixers(text, layers, hybrid),
             quantization=QuantizationConfig.from_dict(quantization) if _is_ours(quantization) else None,
             foreign_quantization=None if _is_ours(quantization) else quantization or None,
         )
+
+
+def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json's content as that of the language model alone.
+
+    A multimodal wrapper nests it; what is missing there (or null) stands at the top. Whether the embedding is tied is
+    the wrapper's to say: its own value is the one that it was saved by.
+    """
+    nested = raw.get("text_config")
+    if not isinstance(nested, Mapping):
+        return dict(raw)
+    text = {key: value for key, value in raw.items() if key != "text_config"}
+    text |= {key: value for key, value in nested.items() if value is not None}
+    if raw.get("tie_word_embeddings") is not None:
+        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    return text
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -262,8 +304,42 @@ def _count(text: Mapping[str, Any], key: str, default: int | None = None, most: 
     return int(value)
 
 
-def _refuse_what_would_be_wrong(text: Mapping[str, Any]) -> None:
-    """Values of known keys that would change the result in a way that is not implemented."""
+def _model_type(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """The architecture, by the wrapper's name where there is one.
+
+    Raises:
+        BadCheckpoint: it, or the language model inside the wrapper, is not one of those known here.
+    """
+    for given in (text.get("model_type"), raw.get("model_type", text.get("model_type"))):
+        model_type = _TEXT_MODELS.get(str(given), str(given))
+        if model_type not in ARCHITECTURES:
+            reason = _KNOWN_UNSUPPORTED.get(model_type, f"known architectures are {', '.join(ARCHITECTURES)}")
+            raise BadCheckpoint(f"config.json: model_type {model_type!r} cannot be run: {reason}.")
+    return model_type
+
+
+def _mixers(text: Mapping[str, Any], layers: int, hybrid: bool) -> dict[str, Any]:
+    """`layer_types` and the shape of the gated delta net layers, as fields of ModelConfig."""
+    if not hybrid:
+        return {"layer_types": ("full_attention",) * layers}
+    kinds = text.get("layer_types")
+    if kinds is None:
+        interval = _count(text, "full_attention_interval", 4)
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    if len(kinds) != layers:
+        raise BadCheckpoint(f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {layers}.")
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = {f"linear_{key}": _count(text, f"linear_{key}") for key in keys}
+    if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+        raise BadCheckpoint("config.json: linear_num_value_heads is not a multiple of linear_num_key_heads.")
+    return {"layer_types": tuple(kinds), **sizes}
+
+
+def _refuse_what_would_be_wrong(text: Mapping[str, Any], hybrid: bool) -> None:
+    """Values of known keys that would change the result in a way that is not implemented.
+
+    hybrid: the family with gated delta net layers, which has keys of its own.
+    """
     wanted: dict[str, tuple[object, ...]] = {
         "hidden_act": ("silu", "swish"),
         "use_sliding_window": (False,),
@@ -277,15 +353,19 @@ def _refuse_what_would_be_wrong(text: Mapping[str, Any]) -> None:
         "final_logit_softcapping": (),
         "num_experts": (0,),
         "num_local_experts": (0, 1),
+        "attn_output_gate": (hybrid,),
     }
+    if hybrid:  # output_gate_type is the activation of the delta net's own gate; attention's is always a sigmoid
+        wanted |= {"attention_bias": (False,), "output_gate_type": ("silu", "swish"), "linear_conv_kernel_dim": (4,)}
+        del wanted["partial_rotary_factor"]
     for key, allowed in wanted.items():
         value = text.get(key)
         if value is not None and value not in allowed:
             raise BadCheckpoint(f"config.json: {key} = {value!r} is not implemented, the answers would be wrong.")
     if text.get("use_sliding_window") is None and text.get("sliding_window") and text.get("model_type") == "llama":
         raise BadCheckpoint(f"config.json: sliding_window = {text['sliding_window']!r} is not implemented.")
-    kinds = text.get("layer_types") or []
-    other = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+    kinds, known = text.get("layer_types") or [], ("full_attention", "linear_attention")[: 1 + hybrid]
+    other = [kind for kind in kinds if kind not in known] if isinstance(kinds, list) else [kinds]
     if other:
         raise BadCheckpoint(f"config.json: layer_types has {other[0]!r}, not implemented here.")
 
@@ -299,8 +379,11 @@ _ROPE_KEYS = {
 }
 
 
-def _rope(text: Mapping[str, Any], max_position: int) -> RopeParameters:
-    """`rope_parameters` (new), or top-level `rope_theta` with `rope_scaling` (old, type key `type` or `rope_type`)."""
+def _rope(text: Mapping[str, Any], max_position: int, hybrid: bool) -> tuple[RopeParameters, float]:
+    """`rope_parameters` (new), or top-level `rope_theta` with `rope_scaling` (old, type key `type` or `rope_type`).
+
+    The second value is the share of a head's dimensions that is rotated: 0.25 where a hybrid does not say, else 1.
+    """
     raw = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(raw, Mapping):
         raise BadCheckpoint(f"config.json: rope parameters are a {type(raw).__name__}, wanted an object.")
@@ -310,8 +393,12 @@ def _rope(text: Mapping[str, Any], max_position: int) -> RopeParameters:
     theta = _number({"rope_theta": raw.pop("rope_theta", text.get("rope_theta"))}, "rope_theta", 10000.0)
     if rope_type not in _ROPE_KEYS:
         raise BadCheckpoint(f"config.json: rope_type {rope_type!r} is not one of {', '.join(_ROPE_KEYS)}.")
-    if raw.pop("partial_rotary_factor", 1) != 1:
+    share = raw.pop("partial_rotary_factor", text.get("partial_rotary_factor"))
+    share = _number({"partial_rotary_factor": share}, "partial_rotary_factor", 0.25 if hybrid else 1.0)
+    if share != 1 and not hybrid:
         raise BadCheckpoint("config.json: a partial_rotary_factor other than 1 is not implemented for this family.")
+    if hybrid:  # three positions per token, for images; those of text are equal, which is plain RoPE
+        raw = {key: value for key, value in raw.items() if not key.startswith("mrope_")}
     if rope_type == "default":
         raw.pop("factor", None)
     raw.pop("max_position_embeddings", None)
@@ -319,11 +406,11 @@ def _rope(text: Mapping[str, Any], max_position: int) -> RopeParameters:
     if unknown:
         raise BadCheckpoint(f"config.json: {rope_type} RoPE with {', '.join(sorted(unknown))} is not implemented.")
     if rope_type == "default":
-        return RopeParameters(rope_theta=theta)
+        return RopeParameters(rope_theta=theta), share
     factor = _number(raw, "factor")
     attention = 0.1 * math.log(factor) + 1.0 if rope_type == "yarn" and factor > 1 else 1.0
     original = _count(raw, "original_max_position_embeddings", max_position) if rope_type != "linear" else 0
-    return RopeParameters(
+    scaled = RopeParameters(
         rope_type=rope_type,
         rope_theta=theta,
         factor=factor,
@@ -335,3 +422,4 @@ def _rope(text: Mapping[str, Any], max_position: int) -> RopeParameters:
         low_freq_factor=_number(raw, "low_freq_factor", 1.0),
         high_freq_factor=_number(raw, "high_freq_factor", 4.0),
     )
+    return scaled, share

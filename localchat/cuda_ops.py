@@ -61,7 +61,11 @@ class CudaOps(ReferenceOps):
         k_norm: "RMSNorm | None",
         rope: Rotary,
         cache: tuple[Tensor, Tensor],
+        *,
+        gated: bool = False,
     ) -> Tensor:
+        if gated:
+            raise NotImplementedError("attention with an output gate has no kernels yet")
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
         q = rope_kv_write(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, *cache)

@@ -1,6 +1,6 @@
-"""The model: a dense decoder of the Llama, Qwen2 and Qwen3 families, for one sequence.
+"""The model: a dense decoder of the Llama, Qwen2, Qwen3 and Qwen3.5 families, for one sequence.
 
-Reads like the block diagram. Each block is five operations, each of them one kernel on a GPU, all taken from the
+Reads like the block diagram. Each block is five or six operations, each of them one kernel on a GPU, all taken from the
 table `ops`. Activations are [T, features]: T tokens of one conversation, no batch dimension.
 """
 
@@ -52,12 +52,16 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; Qwen3 normalises q and k per head."""
+    """Grouped-query attention with rotary positions; Qwen3 normalises q and k per head, Qwen3.5 also gates the result.
+
+    The rows of qkv_proj are all queries, keys, values and, where there is one, the gate.
+    """
 
     def __init__(self, config: ModelConfig, name: str, ops: ReferenceOps) -> None:
         super().__init__()
         self.ops = ops
-        qkv_rows = config.q_size + 2 * config.kv_size
+        self.gated = config.attn_output_gate
+        qkv_rows = config.q_size * (1 + self.gated) + 2 * config.kv_size
         self.qkv_proj = _linear(config, f"{name}.qkv_proj", qkv_rows, config.hidden_size, bias=config.qkv_bias)
         self.o_proj = _linear(config, f"{name}.o_proj", config.hidden_size, config.q_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -65,8 +69,47 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, Tensor]) -> Tensor:
         qkv = self.ops.norm_linear(x, norm, self.qkv_proj)
-        heads = self.ops.attention(qkv, self.q_norm, self.k_norm, rope, cache)
+        heads = self.ops.attention(qkv, self.q_norm, self.k_norm, rope, cache, gated=self.gated)
         return self.ops.linear_add(heads, self.o_proj, x)
+
+
+class DepthwiseConv(nn.Module):
+    """The weights of a causal convolution over the tokens, one short filter per channel; the last one is for now."""
+
+    weight: Tensor
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(channels, width))
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention with a state that forgets and corrects itself (arXiv 2412.06464).
+
+    in_proj_qkvz has the rows q, k, v (the convolution's channels) and z (the gate of the norm); in_proj_ba those that
+    become each value head's step (beta) and decay.
+    """
+
+    A_log: Tensor
+    dt_bias: Tensor
+
+    def __init__(self, config: ModelConfig, name: str, ops: ReferenceOps) -> None:
+        super().__init__()
+        self.ops = ops
+        hidden, values, heads = config.hidden_size, config.linear_value_size, config.linear_num_value_heads
+        self.in_proj_qkvz = _linear(config, f"{name}.in_proj_qkvz", config.conv_channels + values, hidden)
+        self.in_proj_ba = _linear(config, f"{name}.in_proj_ba", 2 * heads, hidden)
+        self.conv1d = DepthwiseConv(config.conv_channels, config.linear_conv_kernel_dim)
+        self.register_buffer("A_log", torch.empty(heads, dtype=torch.float32))
+        self.register_buffer("dt_bias", torch.empty(heads, dtype=torch.float32))
+        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
+        self.out_proj = _linear(config, f"{name}.out_proj", hidden, values)
+
+    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, Tensor]) -> Tensor:
+        qkvz = self.ops.norm_linear(x, norm, self.in_proj_qkvz)
+        ba = self.ops.norm_linear(x, norm, self.in_proj_ba)
+        heads = self.ops.gated_delta_net(qkvz, ba, self, cache)
+        return self.ops.linear_add(heads, self.out_proj, x)
 
 
 class MLP(nn.Module):
@@ -84,17 +127,22 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x <- x + attention(norm(x)); x <- x + mlp(norm(x))."""
+    """x <- x + mixer(norm(x)); x <- x + mlp(norm(x)). The mixer is attention or a gated delta net."""
 
-    def __init__(self, config: ModelConfig, name: str, ops: ReferenceOps) -> None:
+    def __init__(self, config: ModelConfig, name: str, kind: str, ops: ReferenceOps) -> None:
         super().__init__()
+        self.kind = kind
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, f"{name}.self_attn", ops)
+        if kind == "full_attention":
+            self.self_attn = Attention(config, f"{name}.self_attn", ops)
+        else:
+            self.linear_attn = GatedDeltaNet(config, f"{name}.linear_attn", ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, f"{name}.mlp", ops)
 
     def forward(self, x: Tensor, rope: Rotary, cache: tuple[Tensor, Tensor]) -> Tensor:
-        x = self.self_attn(x, self.input_layernorm, rope, cache)
+        mixer = self.self_attn if self.kind == "full_attention" else self.linear_attn
+        x = mixer(x, self.input_layernorm, rope, cache)
         return self.mlp(x, self.post_attention_layernorm)  # type: ignore[no-any-return]
 
 
@@ -105,14 +153,18 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.ops = config, ops
         self.embed_tokens = _linear(config, "embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, f"layers.{i}", ops) for i in range(config.num_hidden_layers))
+        blocks = (Block(config, f"layers.{i}", kind, ops) for i, kind in enumerate(config.layer_types))
+        self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = _linear(config, "lm_head", config.vocab_size, config.hidden_size)
-        self.inv_freq = inverse_frequencies(config.rope, config.head_dim)
+        self.inv_freq = inverse_frequencies(config.rope, config.rotary_dim)
 
     def forward(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """ids, positions int64 [T] -> hidden states [T, H] before the final norm; writes T rows of the cache."""
+        """ids, positions int64 [T] -> hidden states [T, H] before the final norm.
+
+        Writes T rows of the cache and moves its recurrent states on by T tokens.
+        """
         x = self.ops.embedding(ids, self.embed_tokens)
         rope = self.ops.rotary(positions, self.inv_freq, self.config.rope.attention_factor)
         for i, layer in enumerate(self.layers):

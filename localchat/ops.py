@@ -14,6 +14,7 @@ from torch import Tensor
 
 from localchat.kernels import int4_packing
 from localchat.kernels.attention import attention_reference
+from localchat.kernels.gated_delta_net import gated_delta_net_reference
 from localchat.kernels.int4_matmul import int4_matmul_reference
 from localchat.kernels.int8_embedding import int8_embedding_reference
 from localchat.kernels.int8_matmul import int8_matmul_reference
@@ -27,7 +28,7 @@ from localchat.rope import Rotary, rotary
 _REFINED_LOGITS = 64
 
 if TYPE_CHECKING:
-    from localchat.model import Linear, RMSNorm
+    from localchat.model import GatedDeltaNet, Linear, RMSNorm
     from localchat.sampling import Sampling
 
 
@@ -78,12 +79,26 @@ class ReferenceOps:
         k_norm: "RMSNorm | None",
         rope: Rotary,
         cache: tuple[Tensor, Tensor],
+        *,
+        gated: bool = False,
     ) -> Tensor:
-        """q/k norm, RoPE, cache write and grouped-query attention. qkv [T, q + k + v rows] -> [T, Hq * D]."""
+        """q/k norm, RoPE, cache write and grouped-query attention. qkv [T, q + k + v rows] -> [T, Hq * D].
+
+        gated: behind q, k and v there is a gate [T, Hq * D], whose sigmoid multiplies the result.
+        """
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
+        kv_rows = 2 * cache[0].shape[0] * cache[0].shape[2]
+        q_rows = (qkv.shape[1] - kv_rows) // (1 + gated)
+        qkv, gate = qkv[:, : q_rows + kv_rows], qkv[:, q_rows + kv_rows :]
         q = rope_kv_write_reference(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, *cache)
-        return attention_reference(q, *cache, rope.positions)
+        heads = attention_reference(q, *cache, rope.positions)
+        return heads * gate.sigmoid() if gated else heads
+
+    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, Tensor]) -> Tensor:
+        """Convolution, delta rule and gated norm. qkvz [T, C + V], ba [T, 2 nv] -> [T, V]; moves both states on."""
+        weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
+        return gated_delta_net_reference(qkvz, ba, *weights, mixer.norm.eps, *cache)
 
     def linear_add(self, x: Tensor, linear: "Linear", residual: Tensor) -> Tensor:
         """residual + product. [T, K], [T, H] -> [T, H]."""

@@ -15,24 +15,24 @@ from localchat.config import RopeParameters
 
 @dataclass(frozen=True)
 class Rotary:
-    """What the layers of one step share: positions int64 [T], cos and sin fp32 [T, D] (kernels/rope_kv_write.py)."""
+    """What the layers of one step share: positions int64 [T], cos and sin fp32 [T, R] (kernels/rope_kv_write.py)."""
 
     positions: Tensor
     cos: Tensor
     sin: Tensor
 
 
-def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """fp32 [D/2]: theta^(-2j/D), stretched as `rope.rope_type` says.
+def inverse_frequencies(rope: RopeParameters, rotary_dim: int) -> Tensor:
+    """fp32 [R/2]: theta^(-2j/R), stretched as `rope.rope_type` says; R = rotary_dim, the rotated part of a head.
 
     "linear" divides every frequency. "yarn" (arXiv 2309.00071) keeps the fast ones, divides the slow ones, and ramps
     between. "llama3" (Llama 3.1's reference code) does the same by wavelength. On the CPU whatever the default device.
     """
-    inv = rope.rope_theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    inv = rope.rope_theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
     if rope.rope_type == "linear":
         inv = inv / rope.factor
     elif rope.rope_type == "yarn":
-        keep = 1 - _yarn_ramp(rope, head_dim)
+        keep = 1 - _yarn_ramp(rope, rotary_dim)
         inv = inv * keep + inv / rope.factor * (1 - keep)
     elif rope.rope_type == "llama3":
         turns = rope.original_max_position_embeddings * inv / (2 * math.pi)  # over the original context
@@ -42,27 +42,27 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
     return inv.float()
 
 
-def _yarn_ramp(rope: RopeParameters, head_dim: int) -> Tensor:
+def _yarn_ramp(rope: RopeParameters, rotary_dim: int) -> Tensor:
     """0 for the dimensions that keep their frequency, 1 for those that are divided by the factor."""
 
     def dimension_of(turns: float) -> float:
         """The (fractional) index of the frequency that makes so many turns over the original context."""
         length = rope.original_max_position_embeddings
-        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+        return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    return ((torch.arange(head_dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
+    return ((torch.arange(rotary_dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
 
 
 def rotary(positions: Tensor, inv_freq: Tensor, attention_factor: float) -> Rotary:
-    """cos and sin of `positions` int64 [T], both times YaRN's attention factor, for both halves of a head.
+    """cos and sin of `positions` int64 [T], times YaRN's attention factor, for both halves of the rotated dimensions.
 
-    sin is negated in the first half: out_j = x_j cos_j - x_{j+D/2} sin_j, out_{j+D/2} = x_{j+D/2} cos_j + x_j sin_j.
+    sin is negated in the first half: out_j = x_j cos_j - x_{j+R/2} sin_j, out_{j+R/2} = x_{j+R/2} cos_j + x_j sin_j.
     """
     angles = positions.float()[:, None] * inv_freq
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor

@@ -1,7 +1,7 @@
 """Converts a checkpoint to a packed folder, one tensor in memory at a time.
 
-The plan comes first: which tensors are fused (q, k, v into qkv_proj; gate, up into gate_up_proj: one product instead of
-three and two), and how each matrix is stored. Then the tensors stream from the source through `scales` into the
+The plan comes first: which tensors are fused (q, k, v into qkv_proj; gate, up into gate_up_proj; ...: one product
+instead of several), and how each matrix is stored. Then the tensors stream from the source through `scales` into the
 `writer`. The folder is written beside its final place and renamed when it is complete, with config.json last, so that
 an unfinished one can never be taken for a model.
 """
@@ -21,7 +21,7 @@ from localchat.errors import BadCheckpoint, UserError
 from localchat.kernels.int4_packing import pack
 from localchat.quantize.plan import Matrix, Recipe, check_recipe, packed_config, plan, upper_size
 from localchat.quantize.scales import quantize_int4, quantize_int8_rows
-from localchat.quantize.source import Grid, Source, check
+from localchat.quantize.source import Grid, Source, check, has_mtp
 from localchat.quantize.target import check_target, move_into_place, partial_folder
 from localchat.quantize.threads import worker_pool
 from localchat.quantize.writer import ShardWriter, write_file
@@ -98,7 +98,7 @@ def convert(
     with ExitStack() as stack:
         opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
         check(opened)
-        matrices = plan(opened.model_config, recipe)
+        matrices = plan(opened.model_config, recipe, mtp=has_mtp(opened))
         files = opened.files()
         check_disk_space(out.parent, sum(upper_size(m) for m in matrices) + _SMALL_FILES)
         stack.enter_context(_disk_errors(out))

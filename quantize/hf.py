@@ -12,6 +12,7 @@ from torch import Tensor
 
 from localchat.config import ModelConfig, read_json
 from localchat.errors import BadCheckpoint, UserError
+from localchat.quantize import qwen3_5
 from localchat.quantize.source import TEXT_FILES, Source
 from localchat.shards import Shards, open_shards
 
@@ -40,14 +41,21 @@ class HFSource(Source):
         self.model_config = ModelConfig.from_dict(config)
         self._folder = folder
         self._shards = shards
-        self._stored = _canonical_names(folder, shards)
+        self._hybrid = qwen3_5.is_qwen3_5(self.model_config)
+        self._stored = _canonical_names(folder, shards, skipped=qwen3_5.VISION if self._hybrid else ())
         if self.model_config.tie_word_embeddings:
             self._stored.pop("lm_head.weight", None)  # transformers ignores it as well
         self.shapes = {name: shards.shape(stored) for name, stored in self._stored.items()}
+        if self._hybrid:
+            self._stored = qwen3_5.with_gates(self._stored)
+            self.shapes = {n: qwen3_5.our_shape(n, shards.shape(stored)) for n, stored in self._stored.items()}
+            for name in qwen3_5.incomplete_mtp(self.shapes, self.model_config):
+                del self._stored[name], self.shapes[name]
 
     def read(self, name: str) -> Tensor:
         """See Source.read; the tensor is mapped from its file."""
-        return self._shards.get(self._stored[name])
+        tensor = self._shards.get(self._stored[name])
+        return qwen3_5.ours(name, tensor, self.model_config, zero_centred=True) if self._hybrid else tensor
 
     def nbytes(self, name: str) -> int:
         """See Source.nbytes."""
@@ -92,11 +100,12 @@ def open_hf(folder: Path) -> HFSource:
         raise
 
 
-def _canonical_names(folder: Path, shards: Shards) -> dict[str, str]:
-    """Canonical name -> name as stored, buffers left out, every dtype checked."""
+def _canonical_names(folder: Path, shards: Shards, skipped: tuple[str, ...]) -> dict[str, str]:
+    """Canonical name -> name as stored, every dtype checked; without buffers and names that begin with `skipped`."""
     stored: dict[str, str] = {}
     for name in sorted(shards.names):
-        if name.endswith(_BUFFERS):
+        canonical = canonical_name(name)
+        if name.endswith(_BUFFERS) or canonical.startswith(skipped):
             continue
         for suffix, tool in _QUANTISED.items():
             if name.endswith(suffix):
@@ -104,7 +113,6 @@ def _canonical_names(folder: Path, shards: Shards) -> dict[str, str]:
         dtype = shards.dtype(name)
         if dtype not in _FLOATS:
             raise BadCheckpoint(f"{folder}: {name} has the dtype {dtype}, wanted one of {', '.join(_FLOATS)}.")
-        canonical = canonical_name(name)
         if canonical in stored:
             raise BadCheckpoint(f"{folder}: {stored[canonical]} and {name} are the same tensor under two names.")
         stored[canonical] = name

@@ -1,7 +1,8 @@
 """How a checkpoint is stored: the recipe a person chooses, and the plan that follows from it.
 
-A plan lists the matrices of the packed folder: which of the source's are stacked into one (q, k, v into qkv_proj; gate,
-up into gate_up_proj: one product instead of three and two), and in which format each is kept.
+A plan lists the matrices of the packed folder: which of the source's are stacked into one (q, k, v and attention's gate
+into qkv_proj; gate, up into gate_up_proj; a delta net's into in_proj_qkvz and in_proj_ba: one product instead of
+several), and in which format each is kept.
 """
 
 import re
@@ -9,10 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
+from localchat.config import ModelConfig, QuantizationConfig, TensorFormat, flat_config
 from localchat.errors import UsageError
 from localchat.kernels.int4_packing import GROUP_SIZES, LAYOUT, VERSION, group_size_for
 from localchat.quantize.source import Source
+
+_ROWS8 = TensorFormat(8)
 
 
 @dataclass(frozen=True)
@@ -62,32 +65,62 @@ def check_recipe(recipe: Recipe) -> None:
             raise UsageError(f"--keep {pattern}: is not a regular expression ({error}).") from error
 
 
-def plan(config: ModelConfig, recipe: Recipe) -> list[Matrix]:
+def plan(config: ModelConfig, recipe: Recipe, *, mtp: bool = False) -> list[Matrix]:
     """The matrices of the packed folder in the order of the forward pass.
+
+    mtp: Qwen3.5's head for the token after the next is there as well; it comes last.
 
     Raises:
         UsageError: a `keep` pattern matches none of them.
     """
-    hidden, inter, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    rows8 = TensorFormat(8)
-    matrices = [Matrix("embed_tokens", ("embed_tokens",), (vocab, hidden), rows8)]
-    for i in range(config.num_hidden_layers):
-        layer = f"layers.{i}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        qkv = tuple(f"{attention}.{x}_proj" for x in "qkv")
-        gate_up = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
-        n_qkv = config.q_size + 2 * config.kv_size
-        int4_h, int4_q, int4_i = (_format_for(k, recipe) for k in (hidden, config.q_size, inter))
-        norm1, norm2 = f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"
-        matrices += [
-            Matrix(f"{attention}.qkv_proj", qkv, (n_qkv, hidden), int4_h, config.qkv_bias, norm1),
-            Matrix(f"{attention}.o_proj", (f"{attention}.o_proj",), (hidden, config.q_size), int4_q, config.o_bias),
-            Matrix(f"{mlp}.gate_up_proj", gate_up, (2 * inter, hidden), int4_h, config.mlp_bias, norm2),
-            Matrix(f"{mlp}.down_proj", (f"{mlp}.down_proj",), (hidden, inter), int4_i, config.mlp_bias),
-        ]
+    hidden, vocab = config.hidden_size, config.vocab_size
+    matrices = [Matrix("embed_tokens", ("embed_tokens",), (vocab, hidden), _ROWS8)]
+    for i, kind in enumerate(config.layer_types):
+        matrices += _block(config, recipe, f"layers.{i}", kind)
     if not config.tie_word_embeddings:
-        matrices.append(Matrix("lm_head", ("lm_head",), (vocab, hidden), rows8))
+        matrices.append(Matrix("lm_head", ("lm_head",), (vocab, hidden), _ROWS8))
+    if mtp:
+        matrices.append(Matrix("mtp.fc", ("mtp.fc",), (hidden, 2 * hidden), _format_for(2 * hidden, recipe)))
+        matrices += _block(config, recipe, "mtp.layers.0", "full_attention")
     return _with_kept(matrices, recipe)
+
+
+def _block(config: ModelConfig, recipe: Recipe, layer: str, kind: str) -> list[Matrix]:
+    """The matrices of one block, whose mixer is of `kind`."""
+    hidden, inter, mlp = config.hidden_size, config.intermediate_size, f"{layer}.mlp"
+    int4_h, int4_i = _format_for(hidden, recipe), _format_for(inter, recipe)
+    gate_up = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    norm = f"{layer}.post_attention_layernorm.weight"
+    mixer = _attention if kind == "full_attention" else _delta_net
+    return [
+        *mixer(config, recipe, layer),
+        Matrix(f"{mlp}.gate_up_proj", gate_up, (2 * inter, hidden), int4_h, config.mlp_bias, norm),
+        Matrix(f"{mlp}.down_proj", (f"{mlp}.down_proj",), (hidden, inter), int4_i, config.mlp_bias),
+    ]
+
+
+def _attention(config: ModelConfig, recipe: Recipe, layer: str) -> list[Matrix]:
+    hidden, queries, name = config.hidden_size, config.q_size, f"{layer}.self_attn"
+    kinds = ("q", "k", "v", "gate") if config.attn_output_gate else ("q", "k", "v")
+    parts = tuple(f"{name}.{kind}_proj" for kind in kinds)
+    rows = queries * (1 + config.attn_output_gate) + 2 * config.kv_size
+    norm, int4_h, int4_q = f"{layer}.input_layernorm.weight", _format_for(hidden, recipe), _format_for(queries, recipe)
+    return [
+        Matrix(f"{name}.qkv_proj", parts, (rows, hidden), int4_h, config.qkv_bias, norm),
+        Matrix(f"{name}.o_proj", (f"{name}.o_proj",), (hidden, queries), int4_q, config.o_bias),
+    ]
+
+
+def _delta_net(config: ModelConfig, recipe: Recipe, layer: str) -> list[Matrix]:
+    """The decays and steps of in_proj_ba act over all later tokens and are few: INT8."""
+    hidden, values, name = config.hidden_size, config.linear_value_size, f"{layer}.linear_attn"
+    qkvz, ba = ((f"{name}.in_proj_{a}", f"{name}.in_proj_{b}") for a, b in (("qkv", "z"), ("b", "a")))
+    rows, heads, norm = config.conv_channels + values, config.linear_num_value_heads, f"{layer}.input_layernorm.weight"
+    return [
+        Matrix(f"{name}.in_proj_qkvz", qkvz, (rows, hidden), _format_for(hidden, recipe), norm=norm),
+        Matrix(f"{name}.in_proj_ba", ba, (2 * heads, hidden), _ROWS8, norm=norm),
+        Matrix(f"{name}.out_proj", (f"{name}.out_proj",), (hidden, values), _format_for(values, recipe)),
+    ]
 
 
 def packed_config(
@@ -104,9 +137,7 @@ def packed_config(
         "sha256": source.digest(),
         "search": recipe.search,
     }
-    raw = dict(source.config)
-    text = raw.pop("text_config", None) or {}
-    flat = {**raw, **text}
+    flat = flat_config(source.config)
     for key in ("quantization_config", "auto_map", "_name_or_path", "vision_config"):
         flat.pop(key, None)
     flat["dtype"] = flat.pop("torch_dtype", None) or flat.get("dtype") or "bfloat16"

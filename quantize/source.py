@@ -1,7 +1,8 @@
 """What a conversion reads: one checkpoint under the names transformers uses, whatever file it came from.
 
 `hf.py` and `gguf.py` each give a `Source`. Names are canonical: as in a Hugging Face checkpoint without the leading
-"model.", e.g. "layers.0.self_attn.q_proj.weight". `check` compares a source with its config before anything is written.
+"model.", e.g. "layers.0.self_attn.q_proj.weight" (Qwen3.5's tensors are in the form of qwen3_5.py). `check` compares a
+source with its config before anything is written.
 """
 
 from abc import ABC, abstractmethod
@@ -76,31 +77,75 @@ class Source(ABC):
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of this shape holds, by canonical name."""
-    hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
+    """Every tensor a checkpoint of this shape holds, by canonical name, without those of `mtp_shapes`."""
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for i in range(config.num_hidden_layers):
-        matrices = {
+    for i, kind in enumerate(config.layer_types):
+        shapes |= _layer_shapes(config, f"layers.{i}", kind)
+    return shapes
+
+
+def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of Qwen3.5's head for the token after the next, by canonical name; none for other families.
+
+    A checkpoint may come without it.
+    """
+    if config.model_type != "qwen3_5":
+        return {}
+    hidden = config.hidden_size
+    norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
+    return {"mtp.fc.weight": (hidden, 2 * hidden), **shapes, **_layer_shapes(config, "mtp.layers.0", "full_attention")}
+
+
+def has_mtp(source: Source) -> bool:
+    """Whether it comes with the tensors of `mtp_shapes`."""
+    return "mtp.fc.weight" in source.shapes
+
+
+def _layer_shapes(config: ModelConfig, layer: str, kind: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of one block, whose mixer is of `kind`."""
+    hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
+    matrices = {
+        "mlp.gate_proj": (inter, hidden, config.mlp_bias),
+        "mlp.up_proj": (inter, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inter, config.mlp_bias),
+    }
+    others: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    if kind == "full_attention":
+        matrices |= {
             "self_attn.q_proj": (config.q_size, hidden, config.qkv_bias),
             "self_attn.k_proj": (config.kv_size, hidden, config.qkv_bias),
             "self_attn.v_proj": (config.kv_size, hidden, config.qkv_bias),
             "self_attn.o_proj": (hidden, config.q_size, config.o_bias),
-            "mlp.gate_proj": (inter, hidden, config.mlp_bias),
-            "mlp.up_proj": (inter, hidden, config.mlp_bias),
-            "mlp.down_proj": (hidden, inter, config.mlp_bias),
         }
-        for name, (rows, columns, bias) in matrices.items():
-            shapes[f"layers.{i}.{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"layers.{i}.{name}.bias"] = (rows,)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"layers.{i}.{name}.weight"] = (hidden,)
+        if config.attn_output_gate:
+            matrices["self_attn.gate_proj"] = (config.q_size, hidden, config.qkv_bias)
         if config.qk_norm:
-            shapes[f"layers.{i}.self_attn.q_norm.weight"] = (head,)
-            shapes[f"layers.{i}.self_attn.k_norm.weight"] = (head,)
-    return shapes
+            others |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    else:
+        channels, values, heads = config.conv_channels, config.linear_value_size, config.linear_num_value_heads
+        matrices |= {
+            "linear_attn.in_proj_qkv": (channels, hidden, False),
+            "linear_attn.in_proj_z": (values, hidden, False),
+            "linear_attn.in_proj_b": (heads, hidden, False),
+            "linear_attn.in_proj_a": (heads, hidden, False),
+            "linear_attn.out_proj": (hidden, values, False),
+        }
+        others |= {
+            "linear_attn.conv1d.weight": (channels, config.linear_conv_kernel_dim),
+            "linear_attn.A_log": (heads,),
+            "linear_attn.dt_bias": (heads,),
+            "linear_attn.norm.weight": (config.linear_value_head_dim,),
+        }
+    others |= {f"{name}.weight": (rows, columns) for name, (rows, columns, _) in matrices.items()}
+    others |= {f"{name}.bias": (rows,) for name, (rows, _, bias) in matrices.items() if bias}
+    return {f"{layer}.{name}": shape for name, shape in others.items()}
 
 
 def check(source: Source) -> None:
@@ -110,6 +155,8 @@ def check(source: Source) -> None:
         BadCheckpoint: a tensor is missing, unexpected, or of another shape; it is named.
     """
     expected = expected_shapes(source.model_config)
+    if has_mtp(source):
+        expected |= mtp_shapes(source.model_config)
     missing = [name for name in expected if name not in source.shapes]
     if missing == ["lm_head.weight"]:
         raise BadCheckpoint(

@@ -14,11 +14,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from localchat.config import ModelConfig
-from localchat.quantize.source import expected_shapes
+from localchat.quantize.source import expected_shapes, mtp_shapes
 
 # Helper functions reach the tests through fixtures: test files are not a package and cannot import each other.
 MakeHF = Callable[..., Path]
 MakeGGUF = Callable[..., Path]
+
+
+# Three value heads read one key head; six matrices of a layer are no wider than a group of 32.
+DELTA_NET = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def tiny_config(arch: str = "llama", **overrides: Any) -> dict[str, Any]:
@@ -39,7 +50,7 @@ def tiny_config(arch: str = "llama", **overrides: Any) -> dict[str, Any]:
         "rope_theta": 10000.0,
         "initializer_range": 0.02,
     }
-    return {**config, **overrides}
+    return {**config, **(DELTA_NET if arch == "qwen3_5" else {}), **overrides}
 
 
 def tiny_weights(config: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
@@ -47,6 +58,30 @@ def tiny_weights(config: dict[str, Any], dtype: torch.dtype = torch.float32, see
     generator = torch.Generator().manual_seed(seed)
     shapes = expected_shapes(ModelConfig.from_dict(config))
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def mtp_weights(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
+    """Random weights of Qwen3.5's head for the token after the next, under canonical names."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = mtp_shapes(ModelConfig.from_dict(config))
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def hf_form(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Canonical weights of a Qwen3.5 as transformers has them: gates among the queries, norms around zero."""
+    stored = {}
+    for name, weight in weights.items():
+        if ".q_proj." in name:
+            both = (weights[name], weights[name.replace("q_proj", "gate_proj")])
+            heads = [w.view(config["num_attention_heads"], config["head_dim"], -1) for w in both]
+            stored[name] = torch.cat(heads, dim=1).flatten(0, 1)
+        elif ".conv1d." in name:
+            stored[name] = weight.unsqueeze(1)
+        elif "norm" in name and "linear_attn" not in name:
+            stored[name] = weight - 1
+        elif ".gate_proj." not in name or ".mlp." in name:
+            stored[name] = weight
+    return stored
 
 
 @pytest.fixture
@@ -62,8 +97,17 @@ def weights_of() -> Callable[..., dict[str, Tensor]]:
 
 
 @pytest.fixture
+def mtp_of() -> Callable[..., dict[str, Tensor]]:
+    """`mtp_weights`."""
+    return mtp_weights
+
+
+@pytest.fixture
 def make_hf(tmp_path: Path) -> MakeHF:
-    """A function that writes a model folder: make_hf(arch, dtype=, shards=, prefix=, change=, name=, **config)."""
+    """A function that writes a model folder: make_hf(arch, dtype=, shards=, prefix=, change=, name=, **config).
+
+    mtp: with that head. wrapper: the keys around a nested text_config. stem: of the names of several shards.
+    """
 
     def make(
         arch: str = "llama",
@@ -72,16 +116,22 @@ def make_hf(tmp_path: Path) -> MakeHF:
         prefix: str = "model.",
         change: Callable[[dict[str, Tensor]], None] | None = None,
         name: str = "source",
+        mtp: bool = False,
+        wrapper: dict[str, Any] | None = None,
+        stem: str = "model-",
         **overrides: Any,
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         config = tiny_config(arch, **overrides)
-        weights = tiny_weights(config, dtype)
-        weights = {n if n.startswith("lm_head") else prefix + n: w for n, w in weights.items()}
+        weights = {**tiny_weights(config, dtype), **(mtp_weights(config) if mtp else {})}
+        if arch == "qwen3_5":
+            weights = hf_form(config, weights)
+        weights = {n if n.startswith(("lm_head", "mtp.")) else prefix + n: w for n, w in weights.items()}
         if change:
             change(weights)
-        (folder / "config.json").write_text(json.dumps(config))
+        written = config if wrapper is None else {"model_type": arch, **wrapper, "text_config": config}
+        (folder / "config.json").write_text(json.dumps(written))
         (folder / "tokenizer.json").write_text("{}")
         (folder / "generation_config.json").write_text('{"eos_token_id": [2]}')
         names = sorted(weights)
@@ -90,7 +140,7 @@ def make_hf(tmp_path: Path) -> MakeHF:
             return folder
         index = {}
         for i in range(shards):
-            file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+            file = f"{stem}{i + 1:05d}-of-{shards:05d}.safetensors"
             part = names[i::shards]
             save_file({n: weights[n] for n in part}, folder / file)
             index.update(dict.fromkeys(part, file))
