@@ -2,11 +2,13 @@
 
 The `gguf` package parses the file and turns its block formats into floats. Here, metadata becomes a config.json,
 tensor names become transformers', and the row permutation that llama.cpp applies to the query and key matrices of
-llama-architecture files is undone (it rotates neighbouring pairs, transformers rotates halves).
+llama-architecture files is undone (it rotates neighbouring pairs, transformers rotates halves). What it does to
+Qwen3.5 is undone in gguf_qwen35.py.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from localchat.config import ModelConfig
 from localchat.errors import BadCheckpoint
+from localchat.quantize import gguf_qwen35, qwen3_5
 from localchat.quantize.gguf_config import Metadata, config_from, generation_config_from
 from localchat.quantize.source import Grid, Source
 
@@ -67,8 +70,14 @@ class GGUFSource(Source):
         stored = {tensor.name: tensor for tensor in reader.tensors}
         self.config = config_from(self._metadata, stored)
         self.model_config = ModelConfig.from_dict(self.config)
-        self._tensors = {canonical_name(name): tensor for name, tensor in stored.items() if name not in _DERIVED}
-        self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+        self._hybrid = qwen3_5.is_qwen3_5(self.model_config)
+        self._tensors = {self._canonical(name): tensor for name, tensor in stored.items() if name not in _DERIVED}
+        self.shapes = {name: _shape(t) for name, t in self._tensors.items()}
+        if self._hybrid:
+            self._tensors = qwen3_5.with_gates(self._tensors)
+            self.shapes = {name: qwen3_5.our_shape(name, _shape(t)) for name, t in self._tensors.items()}
+            for name in qwen3_5.incomplete_mtp(self.shapes, self.model_config):
+                del self._tensors[name], self.shapes[name]
         layers = [t for name, t in self._tensors.items() if name.startswith("layers.") and len(t.shape) == 2]
         self.coarse_grid = 2 * sum(t.tensor_type in _GRIDS_OF_32 for t in layers) > len(layers)
 
@@ -77,16 +86,21 @@ class GGUFSource(Source):
         tensor = self._tensors[name]
         with _translated(Path(self.name), f"the tensor {tensor.name}"):
             weight = _to_torch(tensor)
+        if name.endswith(".A_log"):
+            weight = gguf_qwen35.a_log(tensor.name, weight)
         return self._in_order(name, weight)
 
     def grid(self, name: str) -> Grid | None:
         """See Source.grid."""
         found = _grid_of(self._tensors[name])
-        return None if found is None else (self._in_order(name, found[0]), self._in_order(name, found[1]))
+        if found is None or (self._hybrid and ".out_proj." in name and self.model_config.linear_value_head_dim % 32):
+            return None  # or a group lies across two heads, whose order is another
+        return self._in_order(name, found[0]), self._in_order(name, found[1])
 
     def nbytes(self, name: str) -> int:
         """See Source.nbytes."""
-        return int(self._tensors[name].n_bytes)
+        tensor = self._tensors[name]
+        return int(tensor.n_bytes) * math.prod(self.shapes[name]) // math.prod(_shape(tensor))
 
     def files(self) -> dict[str, bytes]:
         """See Source.files: rebuilt from the metadata."""
@@ -100,12 +114,19 @@ class GGUFSource(Source):
         index = {n: [t.tensor_type.name, [int(x) for x in t.shape]] for n, t in self._tensors.items()}
         return hashlib.sha256(json.dumps([self.config, index], sort_keys=True).encode()).hexdigest()
 
+    def _canonical(self, name: str) -> str:
+        common = canonical_name(name)
+        return gguf_qwen35.canonical_name(name, common, self.model_config.num_hidden_layers) if self._hybrid else common
+
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """`rows` of a tensor in transformers' order."""
         heads = {"q": self.model_config.num_attention_heads, "k": self.model_config.num_key_value_heads}
         for part, count in heads.items():
             if self.model_config.model_type == "llama" and f".self_attn.{part}_proj." in name:
                 return unpermuted(rows, count)
+        if self._hybrid:
+            rows = gguf_qwen35.in_our_order(name, rows, self.model_config)
+            return qwen3_5.ours(name, rows, self.model_config, zero_centred=False)
         return rows
 
     def close(self) -> None:
@@ -143,6 +164,10 @@ def unpermuted(weight: Tensor, heads: int) -> Tensor:
     if rows % (2 * heads):
         raise BadCheckpoint(f"A query or key matrix has {rows} rows, which are not {heads} heads of an even size.")
     return weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(tensor.shape))
 
 
 def _to_torch(tensor: ReaderTensor) -> Tensor:

@@ -12,11 +12,17 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 
-from localchat.config import ARCHITECTURES
 from localchat.errors import BadCheckpoint
 
 # Keys under the architecture's name, with the value that changes nothing.
 _REFUSED = {"expert_count": 0, "attention.sliding_window": 0, "attention.clamp_kqv": 0, "attention.scale": 0}
+# The architecture -> transformers' model_type and the beginning of its class names.
+_ARCHITECTURES = {
+    "llama": ("llama", "Llama"),
+    "qwen2": ("qwen2", "Qwen2"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "qwen35": ("qwen3_5", "Qwen3_5"),
+}
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
@@ -91,10 +97,11 @@ def config_from(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> dict
         BadCheckpoint: another architecture, a missing key, or a value that would be computed wrongly.
     """
     arch = metadata.arch
-    if arch not in ARCHITECTURES:
+    if arch not in _ARCHITECTURES:
         raise BadCheckpoint(
-            f"{metadata.path}: the architecture {arch!r} is not supported (known: {', '.join(ARCHITECTURES)})."
+            f"{metadata.path}: the architecture {arch!r} is not supported (known: {', '.join(_ARCHITECTURES)})."
         )
+    model_type, class_name = _ARCHITECTURES[arch]
     for key, harmless in _REFUSED.items():
         value = metadata.value(f"{arch}.{key}")
         if value not in (None, harmless):
@@ -104,12 +111,12 @@ def config_from(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> dict
     if heads < 1:
         raise BadCheckpoint(f"{metadata.path}: {arch}.attention.head_count is {heads}.")
     head_dim = metadata.count(f"{arch}.attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(() if arch == "qwen35" else ("rope.dimension_count",))):
         if metadata.count(f"{arch}.{key}", head_dim) != head_dim:
             raise BadCheckpoint(f"{metadata.path}: {arch}.{key} is not the head size {head_dim}: not implemented.")
     config: dict[str, Any] = {
-        "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[arch] + "ForCausalLM"],
-        "model_type": arch,
+        "architectures": [f"{class_name}ForCausalLM"],
+        "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": _same_in_all_layers(metadata, f"{arch}.feed_forward_length", None),
         "num_hidden_layers": metadata.count(f"{arch}.block_count"),
@@ -128,7 +135,27 @@ def config_from(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> dict
         "bos_token_id": metadata.value("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.value("tokenizer.ggml.eos_token_id"),
     }
+    if arch == "qwen35":
+        config |= _delta_net(metadata)
+        config["num_hidden_layers"] -= metadata.count(f"{arch}.nextn_predict_layers", 0)
+        config["rope_parameters"]["partial_rotary_factor"] = metadata.count(f"{arch}.rope.dimension_count") / head_dim
     return {key: value for key, value in config.items() if value is not None}
+
+
+def _delta_net(metadata: Metadata) -> dict[str, Any]:
+    """The gated delta net's shape from the keys of a state space model."""
+    prefix = f"{metadata.arch}.ssm"
+    heads, features = metadata.count(f"{prefix}.time_step_rank"), metadata.count(f"{prefix}.inner_size")
+    if heads < 1 or features % heads:
+        raise BadCheckpoint(f"{metadata.path}: {prefix}.inner_size {features} are not {heads} heads.")
+    return {
+        "full_attention_interval": metadata.count(f"{metadata.arch}.full_attention_interval", 4),
+        "linear_num_key_heads": metadata.count(f"{prefix}.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": metadata.count(f"{prefix}.state_size"),
+        "linear_value_head_dim": features // heads,
+        "linear_conv_kernel_dim": metadata.count(f"{prefix}.conv_kernel"),
+    }
 
 
 def generation_config_from(metadata: Metadata) -> dict[str, Any]:

@@ -23,6 +23,8 @@ _SPLITTERS = {
     "qwen2": _WORDS % r"\p{N}",
     "deepseek-r1-qwen": _WORDS % r"\p{N}",
     "llama-bpe": _WORDS % r"\p{N}{1,3}",
+    # Marks that combine with a letter are part of the word.
+    "qwen35": (_WORDS % r"\p{N}").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),
 }
 _KNOWN = ("gpt-2", "smollm", *_SPLITTERS)
 
@@ -72,7 +74,7 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> Toke
         digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
         parts = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 

@@ -183,6 +183,72 @@ def permuted(weight: Tensor, heads: int) -> Tensor:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+_QWEN35_NAMES = {
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
+
+
+def qwen35_form(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Canonical weights of a Qwen3.5 as llama.cpp's converter writes them, by the file's names."""
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    repeats = value_heads // key_heads
+    order = [k * repeats + j for j in range(repeats) for k in range(key_heads)]  # of the file's heads
+
+    def tiled(weight: Tensor, axis: int = 0) -> Tensor:
+        return torch.cat([weight.chunk(value_heads, axis)[head] for head in order], axis)
+
+    stored: dict[str, Tensor] = {}
+    plain = hf_form(config, weights)
+    for name, weight in plain.items():
+        values = value_heads * config["linear_value_head_dim"]
+        if "norm" in name:
+            weight = weights[name]  # 1 is added already
+        elif name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+            weight = weight.squeeze()
+            weight = torch.cat((weight[:-values], tiled(weight[-values:])))
+        elif name.endswith(("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "dt_bias")):
+            weight = tiled(weight)
+        elif name.endswith("A_log"):
+            weight = -tiled(weight).exp()
+        elif name.endswith("out_proj.weight"):
+            weight = tiled(weight, axis=1)
+        block = f"layers.{config['num_hidden_layers']}."
+        placed = name.replace("mtp.layers.0.", block)
+        _, _, kind = placed.split(".", 2) if placed.startswith("layers.") else ("", "", placed)
+        if kind in _QWEN35_NAMES:
+            number = placed.split(".")[1] if placed.startswith("layers.") else block.split(".")[1]
+            stored[f"blk.{number}.{_QWEN35_NAMES[kind]}"] = weight
+        else:
+            stored[gguf_name(placed)] = weight
+    return stored
+
+
+def _qwen35_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], mtp: bool) -> None:
+    writer.add_full_attention_interval(config["full_attention_interval"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_rope_dimension_count(config["head_dim"] // 4)
+    writer.add_rope_dimension_sections([1, 1, 0, 0])
+    if mtp:
+        writer.add_nextn_predict_layers(1)
+
+
 @pytest.fixture
 def make_gguf(tmp_path: Path) -> MakeGGUF:
     """A function that writes a .gguf file from canonical weights: make_gguf(config, weights, type, metadata=...).
@@ -199,8 +265,9 @@ def make_gguf(tmp_path: Path) -> MakeGGUF:
         name: str = "model.gguf",
     ) -> Path:
         path, arch = tmp_path / name, config["model_type"]
-        writer = gguf.GGUFWriter(path, arch)
-        writer.add_block_count(config["num_hidden_layers"])
+        mtp = "mtp.fc.weight" in weights
+        writer = gguf.GGUFWriter(path, "qwen35" if arch == "qwen3_5" else arch)
+        writer.add_block_count(config["num_hidden_layers"] + mtp)
         writer.add_context_length(config["max_position_embeddings"])
         writer.add_embedding_length(config["hidden_size"])
         writer.add_feed_forward_length(config["intermediate_size"])
@@ -218,13 +285,16 @@ def make_gguf(tmp_path: Path) -> MakeGGUF:
         writer.add_eos_token_id(258)
         if metadata:
             metadata(writer)
-        for key, weight in weights.items():
-            if arch == "llama" and (".q_proj" in key or ".k_proj" in key):
-                heads = config["num_attention_heads" if ".q_proj" in key else "num_key_value_heads"]
+        if arch == "qwen3_5":
+            _qwen35_metadata(writer, config, mtp)
+        named = qwen35_form(config, weights) if arch == "qwen3_5" else {gguf_name(n): w for n, w in weights.items()}
+        for key, weight in named.items():
+            if arch == "llama" and (".attn_q." in key or ".attn_k." in key):
+                heads = config["num_attention_heads" if ".attn_q." in key else "num_key_value_heads"]
                 weight = permuted(weight, heads)
             data = weight.float().numpy()
-            stored = kind if data.ndim == 2 else GGMLQuantizationType.F32
-            writer.add_tensor(gguf_name(key), gguf.quants.quantize(data, stored), raw_dtype=stored)
+            stored = kind if data.ndim == 2 and data.shape[1] % 32 == 0 else GGMLQuantizationType.F32
+            writer.add_tensor(key, gguf.quants.quantize(data, stored), raw_dtype=stored)
         for key, array in (extra or {}).items():
             writer.add_tensor(key, array)
         writer.write_header_to_file()

@@ -13,9 +13,12 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from localchat.config import ModelConfig
 from localchat.errors import BadCheckpoint, UserError
+from localchat.quantize.convert import Recipe, convert
 from localchat.quantize.gguf import canonical_name, open_gguf, unpermuted
 from localchat.quantize.source import check
+from localchat.shards import open_shards
 
 MakeGGUF = Callable[..., Path]
 Weights = dict[str, Tensor]
@@ -42,6 +45,73 @@ def test_biases_of_llama_are_unpermuted_too(make_gguf: MakeGGUF, config_of: Make
     with open_gguf(make_gguf(config, weights)) as source:
         check(source)
         assert torch.equal(source.read("layers.0.self_attn.q_proj.bias"), weights["layers.0.self_attn.q_proj.bias"])
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
+def test_qwen3_5_comes_back(
+    make_gguf: MakeGGUF, config_of: Make, weights_of: Make, mtp_of: Make, mtp: bool, key_heads: int
+) -> None:
+    """Names, the order of the value heads, the decays; the block behind the last layer is the mtp head."""
+    config = config_of("qwen3_5", linear_num_key_heads=key_heads, num_hidden_layers=4)
+    weights = {**weights_of(config), **(mtp_of(config) if mtp else {})}
+    with open_gguf(make_gguf(config, weights)) as source:
+        check(source)
+        assert source.model_config == ModelConfig.from_dict(config)
+        assert source.shapes == {name: tuple(weight.shape) for name, weight in weights.items()}
+        for name, weight in weights.items():
+            exact = 1e-6 if name.endswith("A_log") else 0  # exp and log
+            torch.testing.assert_close(source.read(name), weight, rtol=exact, atol=exact, msg=name)
+        assert sum(source.nbytes(name) for name in weights) == 4 * sum(weight.numel() for weight in weights.values())
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1])
+def test_grids_of_qwen3_5_move_with_their_rows(
+    make_gguf: MakeGGUF, config_of: Make, weights_of: Make, kind: Type
+) -> None:
+    config = config_of("qwen3_5")
+    weights = weights_of(config)
+    with open_gguf(make_gguf(config, weights, kind)) as source:
+        moved = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "gate_proj", "o_proj")
+        for name in (n for n in weights if n.endswith(tuple(f"{m}.weight" for m in moved)) and ".mlp." not in n):
+            grid = source.grid(name)
+            assert grid is not None
+            scales, mins = (part.repeat_interleave(32, 1) for part in grid)
+            codes = (source.read(name) - mins) / scales
+            assert float((codes - codes.round()).abs().max()) < 1e-3, name
+
+
+def test_a_group_across_two_heads_has_no_grid(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+    config = config_of("qwen3_5", linear_value_head_dim=16)
+    with open_gguf(make_gguf(config, weights_of(config), Type.Q4_0)) as source:
+        check(source)
+        assert source.grid("layers.0.linear_attn.out_proj.weight") is None
+        assert source.grid("layers.0.linear_attn.in_proj_z.weight") is not None
+
+
+def test_a_state_that_would_grow_is_refused(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+    config = config_of("qwen3_5")
+    weights = weights_of(config)
+    weights["layers.0.linear_attn.A_log"][2] = float("-inf")
+    with (
+        open_gguf(make_gguf(config, weights)) as source,
+        pytest.raises(BadCheckpoint, match=r"blk\.0\.ssm_a is not negative"),
+    ):
+        source.read("layers.0.linear_attn.A_log")
+
+
+def test_both_files_of_a_qwen3_5_pack_to_the_same(
+    make_gguf: MakeGGUF, make_hf: Make, config_of: Make, weights_of: Make, mtp_of: Make, tmp_path: Path
+) -> None:
+    config = config_of("qwen3_5")
+    sources = [make_gguf(config, {**weights_of(config), **mtp_of(config)}), make_hf("qwen3_5", mtp=True)]
+    for i, source in enumerate(sources):
+        for _ in convert(source, tmp_path / str(i), Recipe(keep=((".", 16),))):
+            continue
+    with open_shards(tmp_path / "0") as one, open_shards(tmp_path / "1") as two:
+        assert set(one.names) == set(two.names)
+        for name in one.names:
+            torch.testing.assert_close(one.get(name), two.get(name), rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_unpermuted_order() -> None:

@@ -125,6 +125,16 @@ def test_qwen2(rebuild: Callable[..., dict[str, bytes]], padding: int) -> None:
     assert Tokenizer.from_str(files["tokenizer.json"].decode()).get_vocab_size() == reference.get_vocab_size()
 
 
+def test_qwen35(rebuild: Callable[..., dict[str, bytes]]) -> None:
+    """Against transformers' own Qwen3.5 tokenizer: combining marks stay with their letter."""
+    qwen = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+    backend = qwen.Qwen3_5Tokenizer()._tokenizer
+    reference = train_byte_level(backend.pre_tokenizer, backend.normalizer)
+    files = rebuild(write_byte_level(reference, "qwen35"))
+    same_ids(files, reference)
+    assert qwen.PRETOKENIZE_REGEX in files["tokenizer.json"].decode().replace("\\\\", "\\")
+
+
 def test_llama3(rebuild: Callable[..., dict[str, bytes]]) -> None:
     """Splitter as in transformers' converter; words that are tokens are taken without asking the merges."""
     convert = pytest.importorskip("transformers.convert_slow_tokenizer")
