@@ -7,7 +7,9 @@ folder. All numbers are bytes; GB in texts means 1e9 bytes. Nothing here imports
     matrix [N, K], INT8:               N*K for the codes, N * 4 for fp32 scales
     keys and values of one token:      2 * attention layers * num_key_value_heads * head_dim * 2 (bf16; fp32 on a CPU)
     gated delta net state:             value heads * key dim * value dim * 4 (fp32) a layer, and the last three
-                                       inputs of its convolution in bf16
+                                       inputs of its convolution (as keys and values)
+
+Qwen3.5's head for the token after the next (mtp.*) is in the files and not in memory, so it is not counted.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,6 @@ from typing import Protocol
 
 from localchat.config import GROUP_SIZES, QuantizationConfig, TensorFormat, load_config
 from localchat.errors import BadCheckpoint
-from localchat.registry import Entry
 
 KV_BYTES = {"cpu": 4, "cuda": 2}  # fp32 and bf16, see ops.py
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of one forward, as in the tables of ops (which import torch)
@@ -53,6 +54,22 @@ class Shape(Protocol):
     def qkv_bias(self) -> bool: ...
     @property
     def qk_norm(self) -> bool: ...
+    @property
+    def layer_types(self) -> tuple[str, ...]: ...
+    @property
+    def attn_output_gate(self) -> bool: ...
+    @property
+    def linear_num_value_heads(self) -> int: ...
+    @property
+    def linear_key_head_dim(self) -> int: ...
+    @property
+    def linear_value_head_dim(self) -> int: ...
+    @property
+    def linear_conv_kernel_dim(self) -> int: ...
+    @property
+    def linear_value_size(self) -> int: ...
+    @property
+    def conv_channels(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -123,23 +140,21 @@ def ledger_of_folder(folder: Path, context: int | None = None, device: str = "cp
 
 def kv_bytes_per_token(shape: Shape, device: str = "cpu") -> int:
     """Bytes that one more token takes in the KV cache of all attention layers."""
-    layers = sum(kind == "full_attention" for kind in _layer_types(shape))
+    layers = shape.layer_types.count("full_attention")
     return 2 * layers * shape.num_key_value_heads * shape.head_dim * KV_BYTES[device]
 
 
-def state_bytes(shape: Shape) -> int:
+def state_bytes(shape: Shape, device: str = "cpu") -> int:
     """Bytes of the recurrent state of one conversation, which is also the size of one snapshot; 0 without any."""
-    if not isinstance(shape, Entry):
-        return 0
     state = shape.linear_num_value_heads * shape.linear_key_head_dim * shape.linear_value_head_dim * 4
-    convolution = _conv_channels(shape) * (shape.linear_conv_kernel_dim - 1) * 2
+    convolution = shape.conv_channels * (shape.linear_conv_kernel_dim - 1) * KV_BYTES[device]
     return shape.layer_types.count("linear_attention") * (state + convolution)
 
 
 def _with_run_time(shape: Shape, sizes: dict[str, int], context: int | None, device: str) -> Ledger:
     """Behind the weights' rows: what a conversation of `context` tokens needs beside them."""
     context = shape.max_position_embeddings if context is None else context
-    per_token, state = kv_bytes_per_token(shape, device), state_bytes(shape)
+    per_token, state = kv_bytes_per_token(shape, device), state_bytes(shape, device)
     rows = [Row(name, nbytes) for name, nbytes in sizes.items() if nbytes]
     rows.append(Row(f"KV cache, {context:,} tokens", context * per_token))
     if state:
@@ -164,42 +179,40 @@ def _matrices(shape: Shape) -> Iterator[tuple[str, int, int]]:
     yield "embed_tokens", shape.vocab_size, hidden
     if not shape.tie_word_embeddings:
         yield "lm_head", shape.vocab_size, hidden
-    for i, kind in enumerate(_layer_types(shape)):
+    for i, kind in enumerate(shape.layer_types):
         if kind == "full_attention":
-            gate = q if _is_hybrid(shape) else 0  # a gate beside each query
-            yield f"layers.{i}.self_attn.qkv_proj", q + gate + 2 * kv, hidden
+            yield f"layers.{i}.self_attn.qkv_proj", q * (1 + shape.attn_output_gate) + 2 * kv, hidden
             yield f"layers.{i}.self_attn.o_proj", hidden, q
-        elif isinstance(shape, Entry):
-            values = shape.linear_num_value_heads * shape.linear_value_head_dim
-            yield f"layers.{i}.linear_attn.in_proj_qkvz", _conv_channels(shape) + values, hidden
+        else:
+            values = shape.linear_value_size
+            yield f"layers.{i}.linear_attn.in_proj_qkvz", shape.conv_channels + values, hidden
+            yield f"layers.{i}.linear_attn.in_proj_ba", 2 * shape.linear_num_value_heads, hidden
             yield f"layers.{i}.linear_attn.out_proj", hidden, values
         yield f"layers.{i}.mlp.gate_up_proj", 2 * inter, hidden
         yield f"layers.{i}.mlp.down_proj", hidden, inter
 
 
 def _small_bytes(shape: Shape) -> int:
-    """Norms, biases and, of a gated delta net, the convolution, the two gates' projections, A_log and dt_bias: bf16."""
-    hidden, head_dim = shape.hidden_size, shape.head_dim
-    count = hidden
-    for kind in _layer_types(shape):
-        count += 2 * hidden
-        if kind == "full_attention":
-            count += 2 * head_dim * shape.qk_norm
-            count += (shape.num_attention_heads + 2 * shape.num_key_value_heads) * head_dim * shape.qkv_bias
-        elif isinstance(shape, Entry):
-            heads = shape.linear_num_value_heads
-            count += 2 * heads * hidden + _conv_channels(shape) * shape.linear_conv_kernel_dim
-            count += 2 * heads + shape.linear_value_head_dim
-    return 2 * count
+    """Norms and biases, bf16; in a hybrid norms (1 is added), A_log and dt_bias are fp32 and the convolutions bf16."""
+    hidden, head_dim, linear = shape.hidden_size, shape.head_dim, shape.layer_types.count("linear_attention")
+    full = len(shape.layer_types) - linear
+    norms = hidden + len(shape.layer_types) * 2 * hidden + full * 2 * head_dim * shape.qk_norm
+    biases = full * (shape.num_attention_heads + 2 * shape.num_key_value_heads) * head_dim * shape.qkv_bias
+    if not linear:
+        return 2 * (norms + biases)
+    per_delta_net = 4 * (2 * shape.linear_num_value_heads + shape.linear_value_head_dim)
+    return 4 * norms + linear * (per_delta_net + 2 * shape.conv_channels * shape.linear_conv_kernel_dim)
 
 
 def _workspace_bytes(shape: Shape, device: str) -> int:
-    """Activations of one prefill chunk (residual, norm, qkv, attention, gate, up, product) and fp32 logits.
+    """Activations of one prefill chunk (residual, norm, the wider mixer, gate, up, product) and fp32 logits.
 
     fp32 on a CPU; bf16 on a card, which also dequantises one matrix at a time into bf16 scratch.
     """
-    attention = (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
-    features = 4 * shape.hidden_size + 2 * attention + 3 * shape.intermediate_size
+    gates = shape.num_attention_heads * shape.attn_output_gate
+    attention = (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads + gates) * shape.head_dim
+    mixer = max(attention, shape.conv_channels + 2 * shape.linear_value_size)  # qkvz and its result, as qkv and heads
+    features = 4 * shape.hidden_size + 2 * mixer + 3 * shape.intermediate_size
     scratch = max(n * k for name, n, k in _matrices(shape) if name not in ("embed_tokens", "lm_head"))
     logits = 3 * shape.vocab_size * 4
     return PREFILL_CHUNK[device] * features * (4 if device == "cpu" else 2) + logits + (scratch * 2) * (device != "cpu")
@@ -214,7 +227,7 @@ def _matrix_bytes(n: int, k: int, form: TensorFormat) -> tuple[int, int]:
 
 def _default_format(shape: Shape, name: str, k: int) -> TensorFormat:
     """What quantize/convert.py chooses by itself: groups of 32 with scale and min in small models, else 128."""
-    if name in ("embed_tokens", "lm_head") or k % 32:
+    if name in ("embed_tokens", "lm_head") or name.endswith(".in_proj_ba") or k % 32:
         return TensorFormat(bits=8)
     small = shape.hidden_size < 2048
     group_size = 32 if small else max(g for g in GROUP_SIZES if k % g == 0)
@@ -222,12 +235,14 @@ def _default_format(shape: Shape, name: str, k: int) -> TensorFormat:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, int]]:
-    """(row, bytes) of each tensor in one safetensors file, from its header."""
+    """(row, bytes) of each tensor in one safetensors file that is loaded, from its header."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name.startswith("mtp."):
+                    continue
                 part = file.get_slice(name)
                 shape = part.get_shape()
                 yield _row_of(name, len(shape), part.get_dtype()), prod(shape) * _DTYPE_BYTES[part.get_dtype()]
@@ -242,20 +257,6 @@ def _row_of(name: str, dimensions: int, dtype: str) -> str:
         return "scales"
     if name.endswith(".qweight"):
         return "INT4 weights"
-    if dimensions < 2:
+    if dimensions < 2 or name.endswith(".conv1d.weight"):
         return "norms and biases"
     return "INT8 weights" if dtype == "I8" else "unquantised weights"
-
-
-def _layer_types(shape: Shape) -> tuple[str, ...]:
-    return shape.layer_types if isinstance(shape, Entry) else ("full_attention",) * shape.num_hidden_layers
-
-
-def _is_hybrid(shape: Shape) -> bool:
-    return isinstance(shape, Entry) and shape.full_attention_interval > 1
-
-
-def _conv_channels(shape: Entry) -> int:
-    """Rows of in_proj_qkv: queries and keys of the key heads, values of the value heads."""
-    keys = shape.linear_num_key_heads * shape.linear_key_head_dim
-    return 2 * keys + shape.linear_num_value_heads * shape.linear_value_head_dim

@@ -24,7 +24,7 @@ def print_models(*, as_json: bool, with_usage: bool) -> int:
         {"name": m.name, "size": m.nbytes, "quantization": describe_quantization(m.quantization), "path": str(m.path)}
         for m in stored
     ]
-    others = [e for e in registry.MODELS.values() if e.alias not in names and not e.unsupported]
+    others = [e for e in registry.MODELS.values() if e.alias not in names]
     rows += [{"name": e.alias, "size": ledger(e).weights, "quantization": "", "path": ""} for e in others]
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -123,7 +123,6 @@ def _facts(name: str, folder: Path | None, config: ModelConfig | None, entry: re
         "source": str(quantization.source.get("id", "")) if quantization else "",
         **{key: getattr(shape, key) for key in keys.split()},
         "notice": entry.notice if entry else "",
-        "cannot_be_run": entry.unsupported if entry else "",
     }
 
 

@@ -46,18 +46,10 @@ def packed_folder(name: str, *, offline: bool, yes: bool) -> Path:
 
 
 def announce(name: str) -> None:
-    """Say what the registry has to say about `name`.
-
-    Raises:
-        UserError: the model is known and cannot be run.
-    """
+    """Say what the registry has to say about `name`."""
     entry = registry.lookup(name)
-    if entry is None:
-        return
-    if entry.notice:
+    if entry is not None and entry.notice:
         say(entry.notice)
-    if entry.unsupported:
-        raise UserError(f"{entry.hub_id} cannot be run: {entry.unsupported}.")
 
 
 def synthetic_entry(name: str) -> registry.Entry:
@@ -65,7 +57,6 @@ def synthetic_entry(name: str) -> registry.Entry:
 
     Raises:
         ModelNotFound: `name` is not an alias.
-        UserError: the model is known and cannot be run.
     """
     announce(name)
     entry = registry.lookup(name)

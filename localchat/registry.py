@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-GATED_DELTA_NET = "its model family (gated delta net) comes with a later version"
-
 
 @dataclass(frozen=True)
 class Wheel:
@@ -34,7 +32,7 @@ class Entry:
 
     The `linear_*` fields and `full_attention_interval` are those of the gated delta net family, where layer i is full
     attention if (i + 1) is a multiple of the interval; an interval of 1 is an ordinary decoder.
-    `notice` is said once when the name is used; `unsupported`, where not empty, is why the model cannot be run.
+    `notice` is said once when the name is used.
     """
 
     alias: str
@@ -60,7 +58,6 @@ class Entry:
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
     notice: str = ""
-    unsupported: str = ""
     wheel: Wheel | None = None
 
     @property
@@ -81,8 +78,23 @@ class Entry:
             "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(self.num_hidden_layers)
         )
 
+    @property
+    def attn_output_gate(self) -> bool:
+        """Whether attention's result is multiplied by a sigmoid gate."""
+        return self.model_type == "qwen3_5"
+
+    @property
+    def linear_value_size(self) -> int:
+        """Features of a gated delta net between its two projections."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of a gated delta net's convolution."""
+        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.linear_value_size
+
     def config_dict(self) -> dict[str, Any]:
-        """What config.json would say, as `ModelConfig.from_dict` reads it (the supported families)."""
+        """What config.json would say, as `ModelConfig.from_dict` reads it."""
         copied = (
             "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
             "head_dim vocab_size max_position_embeddings tie_word_embeddings rms_norm_eps eos_token_id"
@@ -207,7 +219,6 @@ def _qwen3_5(
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
-        unsupported=GATED_DELTA_NET,
     )
 
 

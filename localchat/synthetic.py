@@ -11,17 +11,13 @@ import torch
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
 from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.ledger import default_formats
-from localchat.model import Linear, Model, RMSNorm
+from localchat.model import GatedDeltaNet, Linear, Model, RMSNorm
 from localchat.ops import ops_for
 from localchat.registry import Entry
 
 
 def synthetic_model(entry: Entry, device: str, seed: int = 0) -> Model:
-    """A model with the shapes of `entry`, in the formats that `quantize` chooses by itself.
-
-    Raises:
-        BadCheckpoint: the model's family cannot be run.
-    """
+    """A model with the shapes of `entry`, in the formats that `quantize` chooses by itself."""
     formats = default_formats(entry)
     quantization = QuantizationConfig(LAYOUT, VERSION, TensorFormat(4, 128), formats)
     raw = entry.config_dict() | {"quantization_config": quantization.to_dict()}
@@ -35,6 +31,8 @@ def synthetic_model(entry: Entry, device: str, seed: int = 0) -> Model:
                 _fill_linear(module, target)
             elif isinstance(module, RMSNorm):
                 module.weight = torch.ones(module.weight.shape, device=target)
+            elif isinstance(module, GatedDeltaNet):
+                _fill_delta_net(module, target)
         model.inv_freq = model.inv_freq.to(target)
         for module in model.modules():
             if isinstance(module, Linear):
@@ -58,3 +56,17 @@ def _fill_linear(linear: Linear, device: torch.device) -> None:
         linear.scales = torch.full((n,), 1 / (73 * math.sqrt(k)), device=device)
     if linear.bias is not None:
         linear.bias = 0.1 * torch.randn(n, device=device)
+
+
+def _fill_delta_net(mixer: GatedDeltaNet, device: torch.device) -> None:
+    """A convolution that keeps its inputs' size; decays that forget within about 2 to 2,000 tokens, as trained ones do.
+
+    exp(A_log) is uniform in 1..16 and softplus(dt_bias) logarithmic in 0.001..0.1 (Mamba's initial values, arXiv
+    2312.00752).
+    """
+    channels, width = mixer.conv1d.weight.shape
+    mixer.conv1d.weight = torch.randn(channels, width, dtype=torch.bfloat16, device=device) / math.sqrt(width)
+    heads = mixer.A_log.shape[0]
+    mixer.A_log = torch.empty(heads, device=device).uniform_(1, 16).log()
+    step = torch.empty(heads, device=device).uniform_(math.log(0.001), math.log(0.1)).exp()
+    mixer.dt_bias = step.expm1().log()  # the inverse of softplus

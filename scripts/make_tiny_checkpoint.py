@@ -19,6 +19,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 NOT_SPECIAL = ("<think>", "</think>")
 VOCAB_SIZE = 384
+# Configuration and model class in transformers begin with this.
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5"}
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -37,10 +46,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def random_model(arch: str, tied: bool, seed: int) -> "torch.nn.Module":
-    """A two-layer model of about 0.3 million weights; grouped queries, a head size that is not hidden / heads."""
+    """A two-layer model of about 0.3 million weights; grouped queries, a head size that is not hidden / heads.
+
+    Of Qwen3.5 four layers, the last of which is attention.
+    """
     import transformers
 
-    classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     sizes: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,
@@ -56,13 +67,19 @@ def random_model(arch: str, tied: bool, seed: int) -> "torch.nn.Module":
     }
     if arch != "qwen2":
         sizes["head_dim"] = 48
-    config = getattr(transformers, f"{classes[arch]}Config")(**sizes)
-    model: torch.nn.Module = getattr(transformers, f"{classes[arch]}ForCausalLM")(config)
+    if arch == "qwen3_5":
+        sizes |= DELTA_NET
+    suffix = "TextConfig" if arch == "qwen3_5" else "Config"
+    config = getattr(transformers, CLASSES[arch] + suffix)(**sizes)
+    model: torch.nn.Module = getattr(transformers, f"{CLASSES[arch]}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if "norm" in name else noise * (0.1 if weight.dim() > 1 else 0.5))
+            if "norm" in name:  # Qwen3.5 multiplies by 1 + weight, except behind the delta net
+                weight.copy_((arch != "qwen3_5" or "linear_attn" in name) + 0.2 * noise)
+            else:
+                weight.copy_(noise * (0.1 if weight.dim() == 2 else 0.5))
     return model
 
 
@@ -89,7 +106,7 @@ def main() -> None:
     """Read the command line and write one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--arch", choices=("llama", "qwen2", "qwen3"), default="llama")
+    parser.add_argument("--arch", choices=tuple(CLASSES), default="llama")
     parser.add_argument("--tied", action="store_true", help="the output uses the embedding's weights")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--shards", type=int, default=1, help="roughly how many files (default 1)")

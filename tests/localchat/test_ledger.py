@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
 from localchat.cache import KVCache
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
@@ -14,8 +15,9 @@ from localchat.cuda_ops import CudaOps
 from localchat.errors import BadCheckpoint
 from localchat.ledger import PREFILL_CHUNK, Ledger, kv_bytes_per_token, ledger, ledger_of_folder, state_bytes
 from localchat.ops import CpuOps
-from localchat.quantize.convert import _SMALL
+from localchat.quantize.convert import _SMALL, convert
 from localchat.quantize.plan import Recipe, plan, upper_size
+from localchat.quantize.source import expected_shapes, mtp_shapes
 from localchat.registry import MODELS
 
 BIG = MODELS["qwen3.5-27b"]
@@ -31,9 +33,9 @@ def test_the_27b_in_gb() -> None:
     assert (table["INT4 weights"] + table["scales"]) / 1e9 == pytest.approx(12.55, abs=0.01)
     assert table["embedding"] == table["lm_head"] == 248320 * 5120 + 248320 * 4
     assert table["KV cache"] == 8192 * 65536
-    gates, convolution = 2 * 48 * 5120, 10240 * 4
-    linear, full = gates + convolution + 2 * 48 + 128 + 2 * 5120, 2 * 256 + 2 * 5120
-    assert table["norms and biases"] == 2 * (48 * linear + 16 * full + 5120)
+    assert table["INT8 weights"] == 48 * 2 * 48 * 5120  # steps and decays
+    norms = 5120 + 64 * 2 * 5120 + 16 * 2 * 256
+    assert table["norms and biases"] == 4 * norms + 48 * (4 * (2 * 48 + 128) + 2 * 10240 * 4)
     assert table["recurrent state"] / 1e6 == pytest.approx(154, abs=0.1)
 
 
@@ -56,14 +58,22 @@ def test_kv_bytes_per_token(alias: str, kibibytes: int) -> None:
 
 def test_kv_counts_every_layer_of_an_ordinary_model() -> None:
     assert kv_bytes_per_token(MODELS["qwen3-8b"], "cuda") == 2 * 36 * 8 * 128 * 2
-    assert state_bytes(MODELS["qwen3-8b"]) == 0
+    assert state_bytes(MODELS["qwen3-8b"], "cuda") == 0
 
 
 @pytest.mark.parametrize(("alias", "mebibytes"), [("qwen3.5-0.8b", 18), ("qwen3.5-9b", 48), ("qwen3.5-27b", 144)])
 def test_recurrent_state_without_its_convolution(alias: str, mebibytes: int) -> None:
     entry = MODELS[alias]
     convolution = entry.layer_types.count("linear_attention") * (4096 + entry.linear_num_value_heads * 128) * 3 * 2
-    assert state_bytes(entry) - convolution == mebibytes << 20
+    assert state_bytes(entry, "cuda") - convolution == mebibytes << 20
+    assert state_bytes(entry, "cpu") - 2 * convolution == mebibytes << 20  # fp32 there
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("alias", ["qwen3.5-0.8b", "qwen3.5-27b", "qwen3-8b"])
+def test_a_config_gives_the_ledger_of_its_registry_entry(alias: str, device: str) -> None:
+    entry = MODELS[alias]
+    assert ledger(ModelConfig.from_dict(entry.config_dict()), 5000, device=device) == ledger(entry, 5000, device=device)
 
 
 def test_small_model_gets_groups_of_32_with_min_and_no_second_head() -> None:
@@ -139,6 +149,39 @@ def test_folder_takes_the_tensors_that_are_there(tmp_path: Path) -> None:
     assert table["KV cache"] == 100 * 2 * 28 * 4 * 128 * 4
 
 
+def test_a_packed_hybrid_takes_what_its_config_says(tmp_path: Path) -> None:
+    """The head for the token after the next is in the folder and not in memory."""
+    config = {
+        **MODELS["qwen3.5-27b"].config_dict(),
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "layer_types": None,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 320,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    shapes = ModelConfig.from_dict(config)
+    weights = {name: torch.randn(shape) for name, shape in {**expected_shapes(shapes), **mtp_shapes(shapes)}.items()}
+    wide = ("A_log", "linear_attn.norm.weight")
+    half = {name: weight if name.endswith(wide) else weight.bfloat16() for name, weight in weights.items()}
+    for name in [n for n in half if ".self_attn.gate_proj." in n]:
+        half[name.replace("gate", "q")] = torch.cat((half[name], half.pop(name)))
+    source, packed = tmp_path / "source", tmp_path / "packed"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    save_torch(half, source / "model.safetensors")
+    for _ in convert(source, packed, Recipe(group_size=32, symmetric=False)):
+        continue
+    for device in ("cpu", "cuda"):
+        assert rows(ledger_of_folder(packed, 100, device)) == rows(ledger(shapes, 100, device=device))
+
+
 def test_folder_with_a_damaged_header_is_refused_by_name(tmp_path: Path) -> None:
     packed_folder(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"\xff" * 64)
@@ -155,9 +198,16 @@ def test_the_cache_is_as_large_as_the_ledger_says() -> None:
     config = ModelConfig.from_dict(entry.config_dict())
     cache = KVCache(config, 100, dtype=CpuOps.cache_dtype, device=torch.device("cpu"))
     assert cache.nbytes == 100 * kv_bytes_per_token(entry, "cpu")
+    entry = MODELS["qwen3.5-0.8b"]
+    config = ModelConfig.from_dict(entry.config_dict())
+    for device, dtype in (("cpu", CpuOps.cache_dtype), ("cuda", CudaOps.cache_dtype)):
+        cache = KVCache(config, 100, dtype=dtype, device=torch.device("cpu"))
+        assert cache.nbytes == 100 * kv_bytes_per_token(entry, device) + state_bytes(entry, device)
 
 
-@pytest.mark.parametrize("alias", ["smollm2-135m", "qwen2.5-0.5b", "qwen2.5-7b", "qwen3-8b"])
+@pytest.mark.parametrize(
+    "alias", ["smollm2-135m", "qwen2.5-0.5b", "qwen2.5-7b", "qwen3-8b", "qwen3.5-2b", "qwen3.5-27b"]
+)
 def test_the_ledger_assumes_the_formats_that_a_conversion_chooses(alias: str) -> None:
     """Two rooms know how wide groups are; nothing but this test holds them together."""
     config = ModelConfig.from_dict(MODELS[alias].config_dict())

@@ -71,10 +71,14 @@ def test_a_large_download_is_asked_for(
     assert events == ["org/model False", "closed"]
 
 
-def test_known_models_that_cannot_run(capsys: Capture) -> None:
-    with pytest.raises(UserError, match=r"^Qwen/Qwen3\.5-27B cannot be run: its model family"):
-        prepare.packed_folder("qwen2.5-27b", offline=False, yes=False)
-    assert "Qwen2.5 was never released with 27B" in capsys.readouterr().err
+def test_a_name_that_is_another_models_is_said_to_be(capsys: Capture) -> None:
+    with pytest.raises(UserError, match=r"Qwen/Qwen3\.5-27B"):
+        prepare.packed_folder("qwen2.5-27b", offline=True, yes=False)
+    notice = capsys.readouterr().err
+    assert "Qwen2.5 was never released with 27B" in notice
+    assert notice.count("\n") == 1
+    assert prepare.synthetic_entry("qwen3.8-27b").hub_id == "Qwen/Qwen3.8-27B"
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("count", "text"), [(93e6, "93 MB"), (1.5e9, "1.5 GB"), (0, "0 MB")])

@@ -15,7 +15,13 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_checkpoint.py"
 
 
 @pytest.mark.parametrize(
-    ("arch", "options"), [("llama", ["--tied"]), ("qwen2", ["--shards", "3", "--dtype", "float32"]), ("qwen3", [])]
+    ("arch", "options"),
+    [
+        ("llama", ["--tied"]),
+        ("qwen2", ["--shards", "3", "--dtype", "float32"]),
+        ("qwen3", []),
+        ("qwen3_5", ["--shards", "2"]),
+    ],
 )
 def test_checkpoint(tmp_path: Path, arch: str, options: list[str]) -> None:
     pytest.importorskip("transformers")
@@ -27,7 +33,7 @@ def test_checkpoint(tmp_path: Path, arch: str, options: list[str]) -> None:
         config = source.model_config
         assert config.model_type == arch and config.tie_word_embeddings == ("--tied" in options)
         norm = source.read("norm.weight")
-        assert norm.dtype == (torch.float32 if "float32" in options else torch.bfloat16)
+        assert norm.dtype == (torch.float32 if "float32" in options or arch == "qwen3_5" else torch.bfloat16)
         assert norm.float().std() > 0.1
         list(convert(source, tmp_path / "out", default_recipe(source)))
     assert len(list(folder.glob("*.safetensors"))) > (1 if "--shards" in options else 0)
