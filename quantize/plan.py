@@ -138,6 +138,8 @@ def packed_config(
         "search": recipe.search,
     }
     flat = flat_config(source.config)
+    if ends := _ends(source.config):
+        flat["eos_token_id"] = ends
     for key in ("quantization_config", "auto_map", "_name_or_path", "vision_config"):
         flat.pop(key, None)
     flat["dtype"] = flat.pop("torch_dtype", None) or flat.get("dtype") or "bfloat16"
@@ -146,6 +148,15 @@ def packed_config(
     flat["tie_word_embeddings"] = source.model_config.tie_word_embeddings
     flat["quantization_config"] = QuantizationConfig(LAYOUT, VERSION, default, exceptions, origin).to_dict()
     return flat
+
+
+def _ends(raw: dict[str, Any]) -> list[int]:
+    """The ids that end a turn, by the wrapper and by the language model in it, which need not name the same."""
+    nested = raw.get("text_config")
+    parts = [raw, nested] if isinstance(nested, dict) else [raw]
+    values = [part.get("eos_token_id") for part in parts]
+    given = [value if isinstance(value, list) else [value] for value in values]
+    return list(dict.fromkeys(i for ids in given for i in ids if isinstance(i, int)))
 
 
 def _format_for(k: int, recipe: Recipe) -> TensorFormat:

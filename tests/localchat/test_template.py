@@ -12,6 +12,7 @@ from localchat.tokenizer import Segment, Tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 SMOLLM2 = (DATA / "smollm2_chat_template.jinja").read_text()
+QWEN3_5 = (DATA / "qwen3.5_chat_template.jinja").read_text()
 # What Qwen3's own template does with past thoughts: those before the last question of a person are left out.
 THINKING = """{%- set ns = namespace(last=messages|length - 1, looking=true) %}
 {%- for message in messages[::-1] %}
@@ -80,6 +81,7 @@ ODDS_AND_ENDS = """{% macro turn(role, text='') %}[{{ role }}: {{ caller() if ca
 SYSTEM = {"role": "system", "content": " Be kind. \n"}
 USER = {"role": "user", "content": "Hi\n\n  'there' < & 日本 {{ x }} {% y %} "}
 ANSWER = {"role": "assistant", "content": "Hello\n", "reasoning_content": "\nhm, a greeting\n"}
+PLAIN_ANSWER = {"role": "assistant", "content": "  1\n\n2"}
 CALL = {
     "role": "assistant",
     "content": "",
@@ -94,11 +96,14 @@ CONVERSATIONS = [
     [SYSTEM, USER, ANSWER, USER, ANSWER, USER],
     [USER, CALL, RESULT, ANSWER, USER],
     [USER, CALL, RESULT, RESULT],
+    [SYSTEM, USER, ANSWER, USER, PLAIN_ANSWER, USER, ANSWER],
+    [USER, ANSWER, USER, CALL, RESULT, ANSWER],
 ]
 VARIABLES: list[dict[str, Any]] = [
     {},
     {"add_generation_prompt": False},
     {"enable_thinking": False},
+    {"enable_thinking": True},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"d": "<é>"}}}]},
 ]
 
@@ -120,11 +125,11 @@ def refusal(source: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["SmolLM2", "thinking", "odds and ends", "Qwen3.5"])
-def test_renders_what_transformers_renders(name: str, request: pytest.FixtureRequest, tiny_backend: Any) -> None:
+def test_renders_what_transformers_renders(name: str, tiny_backend: Any) -> None:
     import transformers
 
-    source = {"SmolLM2": SMOLLM2, "thinking": THINKING, "odds and ends": ODDS_AND_ENDS}.get(name)
-    source = source or (request.getfixturevalue("qwen_folder") / "chat_template.jinja").read_text(encoding="utf-8")
+    sources = {"SmolLM2": SMOLLM2, "thinking": THINKING, "odds and ends": ODDS_AND_ENDS, "Qwen3.5": QWEN3_5}
+    source = sources[name]
     tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tiny_backend, chat_template=source, **tokens)
     template = ChatTemplate(source, Tokenizer(tiny_backend).added_tokens, tokens)
@@ -136,6 +141,22 @@ def test_renders_what_transformers_renders(name: str, request: pytest.FixtureReq
             assert template.render(messages, **options) == [Segment(want)]
             texts.add(want)
     assert len(texts) >= len(CONVERSATIONS)
+
+
+def test_where_qwen3_5_puts_thoughts() -> None:
+    """Generation begins inside of one; those of answered questions are left out."""
+    template = ChatTemplate(QWEN3_5, ())
+    opened = text_of(template.render([USER]))
+    assert opened.endswith("<|im_start|>assistant\n<think>\n")
+    closed = text_of(template.render([USER], enable_thinking=False))
+    assert closed.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    answered = text_of(template.render([USER, ANSWER, USER]))
+    assert "<|im_start|>assistant\nHello<|im_end|>" in answered
+    assert "a greeting" not in answered
+    assert answered.startswith(opened.removesuffix("<think>\n"))  # up to the answer's header, and no further
+    assert "<think>\nhm, a greeting\n</think>\n\nHello" in text_of(template.render([USER, ANSWER]))
+    with pytest.raises(UserError, match="No user query"):
+        template.render([SYSTEM])
 
 
 def test_the_ids_are_those_of_transformers(tiny_backend: Any) -> None:

@@ -44,6 +44,18 @@ def test_the_sources_tensors_come_back(make_hf: Make, config_of: Make, weights_o
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-6 if folded else 0)
 
 
+@pytest.mark.parametrize(
+    ("outside", "inside", "wanted"), [(None, 248044, [248044]), ([5, 6], 6, [5, 6]), (7, None, [7]), (None, None, None)]
+)
+def test_the_ends_of_a_turn_are_the_union(
+    make_hf: Make, tmp_path: Path, outside: object, inside: object, wanted: object
+) -> None:
+    source = make_hf("qwen3_5", wrapper={**WRAPPER, "eos_token_id": outside}, eos_token_id=inside)
+    for _ in convert(source, tmp_path / "out", Recipe(32)):
+        continue
+    assert read_json(tmp_path / "out" / "config.json").get("eos_token_id") == wanted
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model.", "language_model.model.", ""])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_prefix_and_the_wrapper_give_the_same_folder(
