@@ -8,6 +8,7 @@ from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 
 def advance_reference(drawn: Tensor, token: Tensor, position: Tensor, draw_position: Tensor) -> None:
@@ -18,7 +19,9 @@ def advance_reference(drawn: Tensor, token: Tensor, position: Tensor, draw_posit
 
 
 @triton.jit
-def _advance_kernel(drawn_ptr, token_ptr, position_ptr, draw_position_ptr):
+def _advance_kernel(drawn_ptr, token_ptr, position_ptr, draw_position_ptr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     tl.store(token_ptr, tl.load(drawn_ptr))
     tl.store(position_ptr, tl.load(position_ptr) + 1)
     tl.store(draw_position_ptr, tl.load(draw_position_ptr) + 1)
@@ -32,4 +35,4 @@ def advance(drawn: Tensor, token: Tensor, position: Tensor, draw_position: Tenso
     """
     for name, tensor in (("drawn", drawn), ("token", token), ("position", position), ("draw_position", draw_position)):
         check_tensor(f"advance: {name}", tensor, (torch.int64,), (1,))
-    _advance_kernel[(1,)](drawn, token, position, draw_position, num_warps=1)
+    _advance_kernel[(1,)](drawn, token, position, draw_position, num_warps=1, **pdl_options(drawn))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 # Scores held at once, in fp32 elements (256 MB): queries are taken in blocks so that memory does not grow with T * S.
 _MAX_SCORES = 64 * 1024 * 1024
@@ -88,9 +89,12 @@ def _attention_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """parts fp32 [Hq, splits, D] (not yet divided by l), stats fp32 [Hq, splits, 2] = (m, l)."""
+    let_next_start(PDL)
     kv_head, split = tl.program_id(0), tl.program_id(1)
+    wait_for_previous(PDL)
     splits = tl.num_programs(1)
     length = (tl.load(positions_ptr) + 1).to(tl.int32)
     part = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
@@ -117,8 +121,12 @@ def _attention_decode_kernel(
 
 
 @triton.jit
-def _attention_combine_kernel(parts_ptr, stats_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_S: tl.constexpr):
+def _attention_combine_kernel(
+    parts_ptr, stats_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr
+):
     """out = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s, in the order of the parts; an empty part has m = -inf."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     head = tl.program_id(0)
     split, d = tl.arange(0, BLOCK_S), tl.arange(0, D)
     m = tl.full([1], float("-inf"), tl.float32)
@@ -170,9 +178,12 @@ def attention_decode(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
         WIDEN=not q.is_cuda,
         num_warps=4,
         num_stages=2,
+        **pdl_options(q),
     )
     block_s = max(2, min(16, triton.next_power_of_2(splits)))
-    _attention_combine_kernel[(q_heads,)](parts, stats, out, splits, D=head_dim, BLOCK_S=block_s, num_warps=4)
+    _attention_combine_kernel[(q_heads,)](
+        parts, stats, out, splits, D=head_dim, BLOCK_S=block_s, num_warps=4, **pdl_options(q)
+    )
     return out
 
 

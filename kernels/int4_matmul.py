@@ -21,12 +21,21 @@ from torch import Tensor
 
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_packing import dequantize
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 
 def gemv_settings(n: int, k: int) -> tuple[int, int, int]:
     """Rows a program, words a step, warps of the vector kernel. Measured on an H200, 2026-11-30 (NOTES.md)."""
     words, warps = (512, 4) if k >= 16384 else (128, 1)
     return (4 if n >= 32768 else 2), words, warps
+
+
+GEMM_WARPS = 8  # with 4, tiles of 32 tokens and more do not fit into registers
+
+
+def gemm_tokens(tokens: int) -> int:
+    """Tokens of a tile of the tensor-core kernels."""
+    return 16 if tokens <= 16 else 32 if tokens <= 32 else 64
 
 
 def int4_matmul_reference(
@@ -75,6 +84,49 @@ def _dot_word(w, pair, p: tl.constexpr):
 
 
 @triton.jit
+def _load_words(w_row, s_row, m_row, word, in_range, WORDS_K, G8: tl.constexpr, HAS_MIN: tl.constexpr):
+    """Words, scales and what is added to a weight (minimum + 8 scales) of a step, each [ROWS, WORDS]."""
+    mask = in_range[:, None] & (word < WORDS_K)[None, :]
+    w = tl.load(w_row + word[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    s = tl.load(s_row + (word // G8)[None, :], mask=mask, other=0).to(tl.float32)
+    m = s
+    if HAS_MIN:  # scale * q + min = scale * (q - 8) + (min + 8 scale)
+        m = tl.load(m_row + (word // G8)[None, :], mask=mask, other=0).to(tl.float32) + 8 * s
+    return w, s, m
+
+
+@triton.jit
+def _add_words(acc, w, s, m, x_ptr, word, WORDS_K, G8: tl.constexpr, HAS_MIN: tl.constexpr, USE_PTX: tl.constexpr):
+    """acc plus the products of a step's words with their inputs."""
+    valid = word < WORDS_K
+    pair = word // G8 * (4 * G8) + word % G8  # of nibble position 0
+    x0 = _x_pair(x_ptr, pair, valid)
+    x1 = _x_pair(x_ptr, pair + G8, valid)
+    x2 = _x_pair(x_ptr, pair + 2 * G8, valid)
+    x3 = _x_pair(x_ptr, pair + 3 * G8, valid)
+    if USE_PTX:
+        zero = tl.zeros_like(w)
+        dot = tl.inline_asm_elementwise(
+            _DOT8,
+            "=f,r,r,r,r,r,r,r,r",
+            # x four times; 1024 + 8, 1 / 16 and -(64 + 8), each twice
+            [w, x0[None, :] + zero, x1[None, :] + zero, x2[None, :] + zero, x3[None, :] + zero,
+             zero + 0x64086408, zero + 0x2C002C00, zero + -729754496],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        dot = _dot_word(w, x0[None, :], 0) + _dot_word(w, x1[None, :], 1)
+        dot += _dot_word(w, x2[None, :], 2) + _dot_word(w, x3[None, :], 3)
+    acc += dot * s
+    if HAS_MIN:
+        total = _sum_of_pair(x0) + _sum_of_pair(x1) + _sum_of_pair(x2) + _sum_of_pair(x3)
+        acc += m * total[None, :]
+    return acc
+
+
+@triton.jit
 def _int4_gemv_kernel(
     x_ptr,
     row_scale_ptr,
@@ -93,46 +145,23 @@ def _int4_gemv_kernel(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     USE_PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y[n] = row_scale * sum_k x[k] W[n, k] + bias[n] for ROWS rows."""
+    let_next_start(PDL)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_range = n < N
     groups = WORDS_K // G8
     w_row = w_ptr + n.to(tl.int64)[:, None] * WORDS_K
     s_row = n.to(tl.int64)[:, None] * groups
-    acc = tl.zeros([ROWS, WORDS], tl.float32)
-    for start in range(0, WORDS_K, WORDS):
-        word = start + tl.arange(0, WORDS)
-        valid = word < WORDS_K
-        group = word // G8
-        pair = group * (4 * G8) + word % G8  # of nibble position 0
-        mask = in_range[:, None] & valid[None, :]
-        w = tl.load(w_row + word[None, :], mask=mask, other=0, eviction_policy="evict_first")
-        s = tl.load(s_ptr + s_row + group[None, :], mask=mask, other=0).to(tl.float32)
-        x0 = _x_pair(x_ptr, pair, valid)
-        x1 = _x_pair(x_ptr, pair + G8, valid)
-        x2 = _x_pair(x_ptr, pair + 2 * G8, valid)
-        x3 = _x_pair(x_ptr, pair + 3 * G8, valid)
-        if USE_PTX:
-            zero = tl.zeros([ROWS, WORDS], tl.int32)
-            dot = tl.inline_asm_elementwise(
-                _DOT8,
-                "=f,r,r,r,r,r,r,r,r",
-                # x four times; 1024 + 8, 1 / 16 and -(64 + 8), each twice
-                [w, x0[None, :] + zero, x1[None, :] + zero, x2[None, :] + zero, x3[None, :] + zero,
-                 zero + 0x64086408, zero + 0x2C002C00, zero + -729754496],
-                dtype=tl.float32,
-                is_pure=True,
-                pack=1,
-            )  # fmt: skip
-        else:
-            dot = _dot_word(w, x0[None, :], 0) + _dot_word(w, x1[None, :], 1)
-            dot += _dot_word(w, x2[None, :], 2) + _dot_word(w, x3[None, :], 3)
-        acc += dot * s
-        if HAS_MIN:  # scale * q + min = scale * (q - 8) + (min + 8 scale)
-            m = tl.load(m_ptr + s_row + group[None, :], mask=mask, other=0).to(tl.float32) + 8 * s
-            total = _sum_of_pair(x0) + _sum_of_pair(x1) + _sum_of_pair(x2) + _sum_of_pair(x3)
-            acc += m * total[None, :]
+    word = tl.arange(0, WORDS)
+    # The first weights are on their way while the kernel before still works.
+    w, s, m = _load_words(w_row, s_ptr + s_row, m_ptr + s_row, word, in_range, WORDS_K, G8, HAS_MIN)
+    wait_for_previous(PDL)
+    acc = _add_words(tl.zeros_like(s), w, s, m, x_ptr, word, WORDS_K, G8, HAS_MIN, USE_PTX)
+    for start in range(WORDS, WORDS_K, WORDS):
+        w, s, m = _load_words(w_row, s_ptr + s_row, m_ptr + s_row, start + word, in_range, WORDS_K, G8, HAS_MIN)
+        acc = _add_words(acc, w, s, m, x_ptr, start + word, WORDS_K, G8, HAS_MIN, USE_PTX)
     y = tl.sum(acc, axis=1) * tl.load(row_scale_ptr)
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=in_range, other=0).to(tl.float32)
@@ -274,13 +303,14 @@ def int4_matmul(
             WORDS=step,
             USE_PTX=use_ptx,
             num_warps=warps,
+            **pdl_options(x),
         )
         return y
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_t = gemm_tokens(tokens)
     grid = (triton.cdiv(n, 64), triton.cdiv(tokens, block_t))
     _int4_gemm_kernel[grid](
         x, row_scale, *stored, y, tokens, n, words,
-        **flags, BLOCK_T=block_t, BLOCK_N=64, WORDS=32, num_warps=4, num_stages=3,
+        **flags, BLOCK_T=block_t, BLOCK_N=64, WORDS=32, num_warps=GEMM_WARPS, num_stages=3,
     )  # fmt: skip
     return y
 

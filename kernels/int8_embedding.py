@@ -10,6 +10,7 @@ from torch import Tensor
 from localchat.kernels.checks import check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_packing import dequantize_rows
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 
 def int8_embedding_reference(ids: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -18,10 +19,12 @@ def int8_embedding_reference(ids: Tensor, weight: Tensor, scales: Tensor, dtype:
 
 
 @triton.jit
-def _int8_embedding_kernel(ids_ptr, weight_ptr, scales_ptr, y_ptr, H, BLOCK: tl.constexpr):
+def _int8_embedding_kernel(ids_ptr, weight_ptr, scales_ptr, y_ptr, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     token = tl.program_id(0)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < H
+    wait_for_previous(PDL)
     row = tl.load(ids_ptr + token).to(tl.int64)
     codes = tl.load(weight_ptr + row * H + offsets, mask=mask, other=0).to(tl.float32)
     tl.store(y_ptr + token.to(tl.int64) * H + offsets, codes * tl.load(scales_ptr + row), mask=mask)
@@ -40,5 +43,5 @@ def int8_embedding(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     y = torch.empty(ids.shape[0], hidden, dtype=torch.float32, device=weight.device)
     block = min(1024, triton.next_power_of_2(hidden))
     grid = (ids.shape[0], triton.cdiv(hidden, block))
-    _int8_embedding_kernel[grid](ids, weight, scales, y, hidden, BLOCK=block, num_warps=4)
+    _int8_embedding_kernel[grid](ids, weight, scales, y, hidden, BLOCK=block, num_warps=4, **pdl_options(weight))
     return y

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.int4_matmul import GEMM_WARPS, gemm_tokens
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 # Rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md.
 GEMV_ROWS, GEMV_K, GEMV_WARPS = 2, 1024, 2
+GEMM_K = 64  # with 128, tiles of 64 tokens do not fit into registers
 
 
 def int8_matmul_reference(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,11 +40,14 @@ def _int8_gemv_kernel(
     HAS_RES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_range = n < N
     w_row = w_ptr + n.to(tl.int64)[:, None] * K
     acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    wait_for_previous(PDL)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
@@ -131,17 +137,22 @@ def int8_matmul(
     flags = {"HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
     if tokens == 1:
         _int8_gemv_kernel[(triton.cdiv(n, GEMV_ROWS),)](
-            *(x, row_scale, *stored, y, n, k), **flags, ROWS=GEMV_ROWS, BLOCK_K=GEMV_K, num_warps=GEMV_WARPS
+            *(x, row_scale, *stored, y, n, k),
+            **flags,
+            ROWS=GEMV_ROWS,
+            BLOCK_K=GEMV_K,
+            num_warps=GEMV_WARPS,
+            **pdl_options(x),
         )
         return y
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_t = gemm_tokens(tokens)
     _int8_gemm_kernel[(triton.cdiv(n, 64), triton.cdiv(tokens, block_t))](
         *(x, row_scale, *stored, y, tokens, n, k),
         **flags,
         BLOCK_T=block_t,
         BLOCK_N=64,
-        BLOCK_K=128,
-        num_warps=4,
+        BLOCK_K=GEMM_K,
+        num_warps=GEMM_WARPS,
         num_stages=3,
     )
     return y

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import power_of_two_scale, warps_for
 
 
@@ -22,12 +23,16 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, scale_ptr, H, eps, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, y_ptr, scale_ptr, H, eps, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    let_next_start(PDL)
     row = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < H
-    x = tl.load(x_ptr + row.to(tl.int64) * H + offsets, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row.to(tl.int64) * H + offsets, mask=mask, other=0.0)
     y = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / H + eps)) * weight
     if HALF:
         scale, inverse = power_of_two_scale(tl.max(tl.abs(y), 0))
@@ -49,6 +54,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, half: bool) -> tuple[Tens
     row_scale = torch.empty(tokens, dtype=torch.float32, device=x.device) if half else None
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
-        x, weight, y, row_scale, hidden, eps, HALF=half, BLOCK=block, num_warps=warps_for(block)
+        x, weight, y, row_scale, hidden, eps, HALF=half, BLOCK=block, num_warps=warps_for(block), **pdl_options(x)
     )
     return y, row_scale

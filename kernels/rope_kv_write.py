@@ -19,6 +19,7 @@ from torch import Tensor
 
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.rms_norm import rms_norm_reference
 
 
@@ -73,12 +74,15 @@ def _rope_kv_write_kernel(
     NORM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     token, head = tl.program_id(0), tl.program_id(1)
     wide_token = token.to(tl.int64)
     j = tl.arange(0, BLOCK)
     mask = j < HALF
     row = qkv_ptr + (wide_token * (Q_HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + j
+    wait_for_previous(PDL)
     low = tl.load(row, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(row + HALF, mask=mask, other=0.0).to(tl.float32)
 
@@ -163,5 +167,6 @@ def rope_kv_write(
         HALF=half,
         BLOCK=triton.next_power_of_2(half),
         num_warps=1,
+        **pdl_options(q),
     )
     return q

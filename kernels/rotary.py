@@ -15,6 +15,7 @@ from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 _TWO_OVER_PI = tl.constexpr(2 / math.pi)
 _HALF_PI = tl.constexpr(math.pi / 2)
@@ -46,10 +47,14 @@ def _sin_cos(angle):
 
 
 @triton.jit
-def _rotary_kernel(positions_ptr, inv_freq_ptr, cos_ptr, sin_ptr, factor, HALF_DIM, BLOCK: tl.constexpr):
+def _rotary_kernel(
+    positions_ptr, inv_freq_ptr, cos_ptr, sin_ptr, factor, HALF_DIM, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    let_next_start(PDL)
     token = tl.program_id(0)
     j = tl.arange(0, BLOCK)
     mask = j < HALF_DIM
+    wait_for_previous(PDL)
     position = tl.load(positions_ptr + token).to(tl.float32)
     sin, cos = _sin_cos(position * tl.load(inv_freq_ptr + j, mask=mask, other=0.0))
     sin = sin * factor
@@ -73,5 +78,10 @@ def rotary_table(positions: Tensor, inv_freq: Tensor, attention_factor: float) -
     cos = torch.empty(tokens, 2 * half_dim, dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)
     block = triton.next_power_of_2(half_dim)
-    _rotary_kernel[(tokens,)](positions, inv_freq, cos, sin, attention_factor, half_dim, BLOCK=block, num_warps=1)
+    _rotary_kernel[(tokens,)](
+        *(positions, inv_freq, cos, sin, attention_factor, half_dim),
+        BLOCK=block,
+        num_warps=1,
+        **pdl_options(positions),
+    )
     return cos, sin

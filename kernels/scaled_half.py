@@ -13,6 +13,7 @@ from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 LIMIT = 512.0
 _BLOCK = 4096
@@ -37,12 +38,14 @@ def power_of_two_scale(peak):
 
 
 @triton.jit
-def _scaled_half_kernel(x_ptr, y_ptr, scale_ptr, K, BLOCK: tl.constexpr):
+def _scaled_half_kernel(x_ptr, y_ptr, scale_ptr, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     row = tl.program_id(0)
     x_row = x_ptr + row.to(tl.int64) * K
     y_row = y_ptr + row.to(tl.int64) * K
     offsets = tl.arange(0, BLOCK)
     peaks = tl.zeros([BLOCK], tl.float32)
+    wait_for_previous(PDL)
     for start in range(0, K, BLOCK):
         x = tl.load(x_row + start + offsets, mask=start + offsets < K, other=0.0).to(tl.float32)
         peaks = tl.maximum(peaks, tl.abs(x))
@@ -65,7 +68,7 @@ def scaled_half(x: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty(tokens, k, dtype=torch.float16, device=x.device)
     row_scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     block = min(_BLOCK, triton.next_power_of_2(k))
-    _scaled_half_kernel[(tokens,)](x, y, row_scale, k, BLOCK=block, num_warps=warps_for(block))
+    _scaled_half_kernel[(tokens,)](x, y, row_scale, k, BLOCK=block, num_warps=warps_for(block), **pdl_options(x))
     return y, row_scale
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from localchat.kernels.checks import check_tensor
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import power_of_two_scale, warps_for
 
 _BLOCK = 4096
@@ -34,11 +35,15 @@ def _silu_times(gate_ptr, up_ptr, mask):
 
 
 @triton.jit
-def _swiglu_kernel(x_ptr, y_ptr, scale_ptr, inner, HALF: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(
+    x_ptr, y_ptr, scale_ptr, inner, HALF: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    let_next_start(PDL)
     row = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     gate_row = x_ptr + row.to(tl.int64) * 2 * inner + offsets
     y_row = y_ptr + row.to(tl.int64) * inner + offsets
+    wait_for_previous(PDL)
     if WHOLE:  # the row stays in registers between its maximum and its scaling
         mask = offsets < inner
         y = _silu_times(gate_row, gate_row + inner, mask)
@@ -79,5 +84,12 @@ def swiglu(gate_up: Tensor, *, half: bool) -> tuple[Tensor, Tensor | None]:
     whole = triton.next_power_of_2(inner) <= _WHOLE
     block = triton.next_power_of_2(inner) if whole else _BLOCK
     warps = 32 if block > 16384 else warps_for(block)
-    _swiglu_kernel[(tokens,)](gate_up, y, row_scale, inner, HALF=half, WHOLE=whole, BLOCK=block, num_warps=warps)
+    _swiglu_kernel[(tokens,)](
+        *(gate_up, y, row_scale, inner),
+        HALF=half,
+        WHOLE=whole,
+        BLOCK=block,
+        num_warps=warps,
+        **pdl_options(gate_up),
+    )
     return y, row_scale

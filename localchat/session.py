@@ -97,7 +97,10 @@ def context_length(
         UsageError: more was asked for than the model was trained for.
         DoesNotFit: memory does not hold the model with this context.
     """
-    limit, total = config.max_position_embeddings, memory_used(device)[1]
+    limit = config.max_position_embeddings
+    used, total = memory_used(device)
+    if device != "cpu":  # what other programs hold of a card is not ours; our CUDA context is counted in the ledger
+        total = min(total - used + ledger.CUDA_CONTEXT, total)
     total = total if vram is None else min(total, int(vram * 1e9))
     if wanted is not None and wanted > limit:
         raise UsageError(f"--ctx {wanted:,} is more than the {limit:,} tokens that this model was made for.")

@@ -54,6 +54,21 @@ def memory_used(device: str = "cpu") -> tuple[int, int]:
     return _resident_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def card_memory() -> tuple[int, int, int] | None:
+    """(held by this process's tensors, free, total) bytes of the current card; None without one.
+
+    Where --vram limits this process, total is that limit, and free at most what is left of it.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    held = torch.cuda.memory_reserved()
+    limit = int(total * torch.cuda.get_per_process_memory_fraction())
+    return held, max(0, min(free, limit - held)), limit
+
+
 def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")  # Linux: pages, the second number is the resident set
     if statm.exists():

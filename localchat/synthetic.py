@@ -12,18 +12,21 @@ from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
 from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.ledger import default_formats
 from localchat.model import GatedDeltaNet, Linear, Model, RMSNorm
-from localchat.ops import ops_for
+from localchat.ops import ReferenceOps, ops_for
 from localchat.registry import Entry
 
 
-def synthetic_model(entry: Entry, device: str, seed: int = 0) -> Model:
-    """A model with the shapes of `entry`, in the formats that `quantize` chooses by itself."""
+def synthetic_model(entry: Entry, device: str, seed: int = 0, ops: ReferenceOps | None = None) -> Model:
+    """A model with the shapes of `entry`, in the formats that `quantize` chooses by itself.
+
+    `ops` is the table of operations; by default the one for `device`.
+    """
     formats = default_formats(entry)
     quantization = QuantizationConfig(LAYOUT, VERSION, TensorFormat(4, 128), formats)
     raw = entry.config_dict() | {"quantization_config": quantization.to_dict()}
     target = torch.device(device)
     with torch.device("meta"):
-        model = Model(ModelConfig.from_dict(raw), ops_for(target))
+        model = Model(ModelConfig.from_dict(raw), ops or ops_for(target))
     torch.manual_seed(seed)
     with torch.inference_mode():
         for module in model.modules():

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localchat.kernels import attention
+from localchat.kernels import attention, int4_matmul, int8_matmul
 
 ARCHS = (80, 86, 89, 90, 120)
 
@@ -124,6 +124,62 @@ def _sampling_cases() -> list[Case]:
     ]
 
 
+def _product_cases() -> list[Case]:
+    """One token by the widths of gemv_settings, both formats and all groups; a few tokens; the matrix itself."""
+    cases = []
+    pointers = "*fp16 *fp32 *i32 *fp16 *fp16 *fp32 *fp32 *fp32"  # x, row scale, words, scales, mins, bias, residual, y
+    for group, has_min, n, k in (
+        (128, False, 55296, 5120),
+        (128, False, 5120, 27648),
+        (128, True, 5120, 5120),
+        (64, True, 896, 896),
+        (32, True, 1536, 576),
+    ):
+        flags = {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True}
+        rows, words, warps = int4_matmul.gemv_settings(n, k)
+        name = f"{n} x {k} groups of {group}{' with min' if has_min else ''}"
+        launch = {**flags, "ROWS": rows, "WORDS": words, "USE_PTX": True}
+        cases.append(Case(f"int4_gemv {name}", "int4_matmul._int4_gemv_kernel", f"{pointers} i32 i32", launch, warps))
+        if n not in (5120, 1536) or k == n == 5120:
+            continue  # another set of flags or groups is what makes another kernel below
+        cases += [
+            Case(
+                f"int4_gemm {name} {tokens} tokens",
+                "int4_matmul._int4_gemm_kernel",
+                f"{pointers} i32 i32 i32",
+                {**flags, "BLOCK_T": tokens, "BLOCK_N": 64, "WORDS": 32},
+                int4_matmul.GEMM_WARPS,
+            )
+            for tokens in (16, 32, 64)
+        ]
+        cases.append(
+            Case(
+                f"dequantize_int4 {name}",
+                "int4_matmul._dequantize_int4_kernel",
+                "*i32 *fp16 *fp16 *bf16 i32",
+                {"G8": group // 8, "HAS_MIN": has_min, "WORDS": 256},
+            )
+        )
+    pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True}
+    vector = {**flags, "ROWS": int8_matmul.GEMV_ROWS, "BLOCK_K": int8_matmul.GEMV_K}
+    gemv, gemm = "int8_matmul._int8_gemv_kernel", "int8_matmul._int8_gemm_kernel"
+    return [
+        *cases,
+        Case("int8_gemv", gemv, f"{pointers} i32 i32", vector, int8_matmul.GEMV_WARPS),
+        *(
+            Case(
+                f"int8_gemm {tokens} tokens",
+                gemm,
+                f"{pointers} i32 i32 i32",
+                {**flags, "BLOCK_T": tokens, "BLOCK_N": 64, "BLOCK_K": int8_matmul.GEMM_K},
+                int4_matmul.GEMM_WARPS,
+            )
+            for tokens in (16, 32, 64)
+        ),
+        Case("dequantize_int8", "int8_matmul._dequantize_int8_kernel", "*i8 *fp32 *bf16 i32", {"BLOCK_K": 2048}),
+    ]
+
+
 @functools.cache
 def cases() -> list[Case]:
     """The registry."""
@@ -154,8 +210,11 @@ def cases() -> list[Case]:
             {"NORM": True, **rope},
             1,
         ),
+        *_product_cases(),
         *_attention_cases(),
         *_sampling_cases(),
+        Case("advance", "advance._advance_kernel", "*i64 *i64 *i64 *i64", num_warps=1),
+        Case("read", "read_bandwidth._read_kernel", "*fp32 *fp32", {"BLOCK": 8192, "ITERATIONS": 8}, 8),
     ]
 
 
@@ -167,16 +226,19 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
 
     module, function = case.kernel.rsplit(".", 1)
     kernel = getattr(importlib.import_module(f"localchat.kernels.{module}"), function)
+    constexprs = dict(case.constexprs)
+    if "PDL" in kernel.arg_names:  # as kernels/pdl.py decides
+        constexprs["PDL"] = arch >= 90
     types = iter(case.signature.split())
     signature, attrs = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        kind, _, multiple = ("constexpr", "", "") if name in case.constexprs else next(types).partition(":")
+        kind, _, multiple = ("constexpr", "", "") if name in constexprs else next(types).partition(":")
         signature[name] = kind
         if kind.startswith("*") or multiple:
             attrs[(i,)] = [["tt.divisibility", 16]]
     if left := list(types):
         raise ValueError(f"{case.name}: got the types {left} too many for {kernel.arg_names}")
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in case.constexprs.items()}, attrs)
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constexprs.items()}, attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {"shared": compiled.metadata.shared, **_resource_usage(compiled.asm["cubin"])}

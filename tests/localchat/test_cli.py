@@ -205,8 +205,12 @@ def test_interrupted_while_waiting(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 4, "memory ran out."),
-        (MemoryError(), 4, "memory ran out."),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            4,
+            "memory ran out: this process holds",
+        ),
+        (MemoryError(), 4, "memory ran out: this process holds"),
         (ZeroDivisionError("by\nzero \x1b[1m"), 1, "ZeroDivisionError: by zero ^[[1m"),
         (OSError(28, "No space left on device", "/tmp/x"), 1, "/tmp/x: No space left on device."),
         (KeyboardInterrupt(), 130, "localchat: interrupted"),

@@ -5,6 +5,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from localchat.engine import Engine
+from localchat.failures import failure_of
+from localchat.kernels.pdl import pdl_options, without_pdl
 from localchat.model import Model
 from localchat.registry import MODELS
 from localchat.sampling import Sampling
@@ -65,3 +67,32 @@ def test_one_graph_serves_every_prompt_length_and_setting(model: Model) -> None:
         assert first == reply(engine, prompt, sampling)  # bit-identical, whatever ran before
         assert first == reply(Engine(model, 200), prompt, sampling)
     assert engine._graph and engine._graph._graph is graph
+
+
+def test_programmatic_dependent_launch_changes_nothing(model: Model) -> None:
+    engine = Engine(model, 200)
+    if not pdl_options(engine._seen)["PDL"]:
+        pytest.skip("this card launches plainly")
+    overlapped = reply(engine, PROMPT, GREEDY, 100)
+    with without_pdl():
+        plain_engine = Engine(model, 200)
+        plain = reply(plain_engine, PROMPT, GREEDY, 100)
+    assert overlapped == plain
+    logits = [(e.cache.keys[:, :, :184].clone(), e.cache.values[:, :, :184].clone()) for e in (engine, plain_engine)]
+    assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))  # every hidden state went into these
+
+
+def test_running_out_of_memory_ends_the_turn_only(model: Model) -> None:
+    engine = Engine(model, 4000)
+    wanted = reply(engine, PROMPT, GREEDY, 10)
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (8 << 20)) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            reply(engine, [5] * 3000, GREEDY, 1)
+        assert "GB more were asked for" in str(failure_of(caught.value))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert engine.ids == []
+    assert reply(engine, PROMPT, GREEDY, 10) == wanted

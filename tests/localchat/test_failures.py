@@ -1,0 +1,28 @@
+"""What is said when memory runs out: whose, and the numbers."""
+
+import pytest
+import torch
+
+from localchat.failures import failure_of
+
+ASKED = "CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a total capacity of 22.35 GiB."
+
+
+def test_a_full_card_is_named_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30_000_000_000, 48_000_000_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 22_900_000_000)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
+    failure = failure_of(torch.OutOfMemoryError(ASKED))
+    assert failure.sentence == (
+        "the card's memory ran out: 3.8 GB more were asked for, this process holds 22.9 GB, "
+        "and 1.1 GB of 24.0 GB are free."
+    )
+    assert failure.exit_code == 4
+    assert "--ctx" in failure.hint
+
+
+def test_the_machine_s_own_memory() -> None:
+    failure = failure_of(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert failure.exit_code == 4
+    assert failure.sentence.startswith("memory ran out: this process holds ")
