@@ -61,15 +61,20 @@ class CudaOps(ReferenceOps):
         k_norm: "RMSNorm | None",
         rope: Rotary,
         cache: tuple[Tensor, Tensor],
+        *,
+        gated: bool = False,
     ) -> Tensor:
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
-        q = rope_kv_write(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, *cache)
         keys, values = cache
+        kv_rows = 2 * keys.shape[0] * keys.shape[2]
+        q_rows = (qkv.shape[1] - kv_rows) // (1 + gated)
+        qkv, gate = qkv[:, : q_rows + kv_rows], qkv[:, q_rows + kv_rows :] if gated else None
+        q = rope_kv_write(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, keys, values)
         if q.shape[0] > 1:
-            return attention_prefill(q, keys, values, rope.positions)
+            return attention_prefill(q, keys, values, rope.positions, gate=gate)
         splits = max(1, self._multiprocessors // keys.shape[0])
-        return attention_decode(q, keys, values, rope.positions, splits=splits)
+        return attention_decode(q, keys, values, rope.positions, splits=splits, gate=gate)
 
     def linear_add(self, x: "Tensor | Activation", linear: "Linear", residual: Tensor) -> Tensor:
         if isinstance(x, Tensor):

@@ -71,11 +71,12 @@ def _row_cases() -> list[Case]:
 
 
 def _attention_cases() -> list[Case]:
-    """smollm2, qwen2.5-32b, qwen3-8b and the head_dim 256 that comes; an fp32 cache."""
+    """smollm2, qwen2.5-32b, qwen3-8b and qwen3.5-27b, which is gated; an fp32 cache."""
     cases = []
     for d, group, dtype in ((64, 3, "bf16"), (128, 5, "bf16"), (128, 8, "bf16"), (256, 6, "bf16"), (64, 7, "fp32")):
         size = 4 if dtype == "fp32" else 2
         launch = {"GROUP": group, "D": d, "WIDEN": False}
+        gated = {"GATED": d == 256} | ({} if d == 256 else {"gate_ptr": None})
         pointers, shape = f"*{dtype} *{dtype} *{dtype} *i64", f"D {d} group {group} {dtype}"
         block_n = attention.decode_block(d, size)
         cases.append(
@@ -94,15 +95,20 @@ def _attention_cases() -> list[Case]:
                     Case(
                         f"attention_prefill {shape} rows {rows}",
                         "attention._attention_prefill_kernel",
-                        f"{pointers} *fp32 fp32 i32 i32 i32:16",
-                        {**launch, "BLOCK_M": block_m, "BLOCK_N": block_n},
+                        f"{pointers} {'*fp32 ' * (d == 256)}*fp32 fp32 i32 i32 i32:16 i32:16",
+                        {**launch, **gated, "BLOCK_M": block_m, "BLOCK_N": block_n},
                         num_warps=warps,
                         num_stages=2,
                         archs=archs,
                     )
                 )
-    combine = {"D": 128, "BLOCK_S": 16}
-    return [*cases, Case("attention_combine", "attention._attention_combine_kernel", "*fp32 *fp32 *fp32 i32", combine)]
+    combine, kernel = {"D": 256, "BLOCK_S": 16}, "attention._attention_combine_kernel"
+    plain, gated = combine | {"gate_ptr": None, "GATED": False}, combine | {"GATED": True}
+    return [
+        *cases,
+        Case("attention_combine", kernel, "*fp32 *fp32 *fp32 i32", plain),
+        Case("attention_combine gated", kernel, "*fp32 *fp32 *fp32 *fp32 i32", gated),
+    ]
 
 
 def _sampling_cases() -> list[Case]:
@@ -127,8 +133,8 @@ def _sampling_cases() -> list[Case]:
 @functools.cache
 def cases() -> list[Case]:
     """The registry."""
-    rope = {"HALF": 64, "BLOCK": 64}
-    rope_signature = "*i64 *bf16 *bf16 *bf16 fp32 i32 i32 i32:16"
+    rope = {"D": 128, "ROTARY": 128, "BLOCK": 128}
+    rope_signature = "*i64 *bf16 *bf16 *bf16 fp32 i32:16 i32 i32 i32:16"
     return [
         *_row_cases(),
         Case("scaled_half fp32", "scaled_half._scaled_half_kernel", "*fp32 *fp16 *fp32 i32:16", {"BLOCK": 4096}, 16),
@@ -152,6 +158,13 @@ def cases() -> list[Case]:
             "rope_kv_write._rope_kv_write_kernel",
             f"*bf16 *bf16 *bf16 *fp32 *fp32 {rope_signature}",
             {"NORM": True, **rope},
+            1,
+        ),
+        Case(
+            "rope_kv_write 64 of 256",
+            "rope_kv_write._rope_kv_write_kernel",
+            f"*fp32 *fp32 *fp32 *fp32 *fp32 {rope_signature}",
+            {"NORM": True, "D": 256, "ROTARY": 64, "BLOCK": 256},
             1,
         ),
         *_attention_cases(),
