@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localchat.kernels import attention
+from localchat.kernels import attention, gated_delta_net
 
 ARCHS = (80, 86, 89, 90, 120)
 
@@ -111,6 +111,22 @@ def _attention_cases() -> list[Case]:
     ]
 
 
+def _delta_net_cases() -> list[Case]:
+    """qwen3.5-27b, 9b and 2b: 3, 2 and 1 value heads per key head."""
+    pointers = "*fp32 *fp32 *bf16 *fp32 *fp32 *bf16 *bf16 *fp32 *i32 *fp32"
+    warps = gated_delta_net.decode_warps(128, 128)
+    return [
+        Case(
+            f"gated_delta_net_decode {repeats} heads",
+            "gated_delta_net._decode_kernel",
+            f"{pointers} i32:16 fp32",
+            {"L2_EPS": 1e-6, "REPEATS": repeats, "DK": 128, "DV": 128},
+            warps,
+        )
+        for repeats in (1, 2, 3)
+    ]
+
+
 def _sampling_cases() -> list[Case]:
     """151,936 candidates."""
     grid = {"BLOCK": 2048, "BLOCKS": 128}
@@ -168,6 +184,7 @@ def cases() -> list[Case]:
             1,
         ),
         *_attention_cases(),
+        *_delta_net_cases(),
         *_sampling_cases(),
     ]
 
