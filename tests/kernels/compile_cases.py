@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localchat.kernels import attention, gated_delta_net
+from localchat.kernels import attention, gated_delta_net, gated_delta_net_prefill
 
 ARCHS = (80, 86, 89, 90, 120)
 
@@ -115,7 +115,49 @@ def _delta_net_cases() -> list[Case]:
     """qwen3.5-27b, 9b and 2b: 3, 2 and 1 value heads per key head."""
     pointers = "*fp32 *fp32 *bf16 *fp32 *fp32 *bf16 *bf16 *fp32 *i32 *fp32"
     warps = gated_delta_net.decode_warps(128, 128)
-    return [
+    module, chunk, dims = "gated_delta_net_prefill", {"CHUNK": 64}, {"REPEATS": 3, "DK": 128}
+    prefill = [
+        Case(
+            f"gated_delta_net_prefill conv {dtype} {'q, k' if norm else 'v'}",
+            f"{module}._conv_kernel",
+            f"*{dtype} *bf16 *bf16 *fp16 {'' if norm else '*fp32 '}i32 i32:16 i32:16",
+            {"L2_EPS": 1e-6, "NORM": norm, "D": 128, "BLOCK_T": 16, **({"scale_ptr": None} if norm else {})},
+        )
+        for dtype in ("fp32", "bf16")
+        for norm in (True, False)
+    ]
+    prefill.append(
+        Case(
+            "gated_delta_net_prefill triangle",
+            f"{module}._triangle_kernel",
+            "*fp16 *fp32 *fp32 *fp32 *fp16 *fp16 *fp32 i32 i32:16 i32:16",
+            {**dims, **chunk, "BLOCK_K": 64, "BLOCK": 16},
+            8,
+            2,
+        )
+    )
+    for archs in ((80, 86, 89, 120), (90,)):
+        block_v, state_warps, stages = gated_delta_net_prefill.state_blocks(128, archs[0] // 10)
+        prefill.append(
+            Case(
+                "gated_delta_net_prefill state",
+                f"{module}._state_kernel",
+                "*fp16 *fp16 *fp32 *fp16 *fp16 *fp32 *fp32 *fp32 i32 i32:16",
+                {**dims, **chunk, "DV": 128, "BLOCK_V": block_v},
+                state_warps,
+                stages,
+                archs,
+            )
+        )
+    prefill.append(
+        Case(
+            "gated_delta_net_prefill norm",
+            f"{module}._gated_norm_kernel",
+            "*fp32 *bf16 *bf16 *bf16 i32 i32:16 i32:16 fp32",
+            {"D": 128, "BLOCK_T": 16},
+        )
+    )
+    decode = [
         Case(
             f"gated_delta_net_decode {repeats} heads",
             "gated_delta_net._decode_kernel",
@@ -125,6 +167,7 @@ def _delta_net_cases() -> list[Case]:
         )
         for repeats in (1, 2, 3)
     ]
+    return [*decode, *prefill]
 
 
 def _sampling_cases() -> list[Case]:
