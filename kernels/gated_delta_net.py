@@ -50,8 +50,7 @@ def gated_delta_net_reference(
 
     inputs = torch.cat((conv_state.t().float(), qkvz[:, :channels].float()))  # [3 + T, C]
     conv_state.copy_(inputs[-conv_state.shape[1] :].t())
-    weight = conv_weight.float()
-    y = functional.silu(sum(inputs[j : j + tokens] * weight[:, j] for j in range(weight.shape[1])))
+    y = functional.silu((inputs.unfold(0, conv_weight.shape[1], 1) * conv_weight.float()).sum(-1))
     q, k = (_normalised(part.view(tokens, -1, key_dim)) for part in (y[:, :keys], y[:, keys : 2 * keys]))
     q, k = (q * key_dim**-0.5).repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1)
     v = y[:, 2 * keys :].view(tokens, value_heads, value_dim)

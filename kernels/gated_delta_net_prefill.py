@@ -191,7 +191,7 @@ def _state_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """out fp32 [T, nv, DV]. All dots of a chunk but those through S can be taken ahead of the chunk before."""
+    """out fp32 [T, nv, DV], before the norm; the state moves on in place."""
     head, heads = tl.program_id(0), tl.num_programs(0)
     i, d = tl.arange(0, CHUNK), tl.arange(0, DK)
     j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
