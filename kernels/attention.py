@@ -2,7 +2,8 @@
 
 q [T, Hq, D]; keys, values [Hkv, S, D] of which the rows up to each token's own position are valid; positions
 int64 [T], ascending. Query head h reads KV head h // (Hq / Hkv): the group shares its keys, nothing is repeated.
-Output [T, Hq * D], computed in fp32. One token moves 2 * Hkv * length * D elements of the cache.
+Output [T, Hq * D], computed in fp32. A gate [T, Hq * D], where there is one (Qwen3.5), multiplies it by its sigmoid
+before it leaves. One token moves 2 * Hkv * length * D elements of the cache.
 
 Two kernels, both with the online softmax of FlashAttention-2 (arXiv 2307.08691) in base 2 and fp32 accumulators; q,
 keys and values bf16 (or fp32, multiplied as such), D a power of two.
@@ -18,7 +19,8 @@ keys and values bf16 (or fp32, multiplied as such), D a power of two.
 import torch
 from torch import Tensor
 
-from localchat.kernels.checks import check_tensor
+from localchat.kernels.activations import sigmoid
+from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
@@ -26,8 +28,12 @@ from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 _MAX_SCORES = 64 * 1024 * 1024
 
 
-def attention_reference(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def attention_reference(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, gate: Tensor | None = None
+) -> Tensor:
     """-> [T, Hq * D] in q's dtype."""
+    if gate is not None:
+        return (attention_reference(q.float(), keys, values, positions) * gate.float().sigmoid()).to(q.dtype)
     tokens, q_heads, _ = q.shape
     length = int(positions[-1]) + 1
     k, v = keys[:, :length].float(), values[:, :length].float()
@@ -122,7 +128,15 @@ def _attention_decode_kernel(
 
 @triton.jit
 def _attention_combine_kernel(
-    parts_ptr, stats_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr
+    parts_ptr,
+    stats_ptr,
+    gate_ptr,
+    out_ptr,
+    splits,
+    GATED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s, in the order of the parts; an empty part has m = -inf."""
     let_next_start(PDL)
@@ -144,18 +158,25 @@ def _attention_combine_kernel(
         l = l * shrink + tl.sum(weight * l_part, 0)
         acc = acc * shrink + tl.sum(weight[:, None] * part, 0)
         m = m_new
-    tl.store(out_ptr + head * D + d, acc / l)
+    out = acc / l
+    if GATED:
+        out = out * sigmoid(tl.load(gate_ptr + head * D + d).to(tl.float32))
+    tl.store(out_ptr + head * D + d, out)
 
 
-def attention_decode(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, splits: int) -> Tensor:
+def attention_decode(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, splits: int, gate: Tensor | None = None
+) -> Tensor:
     """q [1, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [1] -> fp32 [1, Hq * D].
+
+    gate [1, Hq * D] in any float dtype.
 
     The result depends on the inputs and `splits` alone, bit for bit.
 
     Raises:
         ValueError: a dtype or shape is another, a tensor is not contiguous, or splits is not positive.
     """
-    group = _check("attention_decode", q, keys, values, positions)
+    group = _check("attention_decode", q, keys, values, positions, gate)
     (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
     if tokens != 1 or splits < 1:
         raise ValueError(f"attention_decode: got {tokens} tokens, {splits} splits, wanted 1 token, at least 1 split")
@@ -182,7 +203,12 @@ def attention_decode(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
     )
     block_s = max(2, min(16, triton.next_power_of_2(splits)))
     _attention_combine_kernel[(q_heads,)](
-        parts, stats, out, splits, D=head_dim, BLOCK_S=block_s, num_warps=4, **pdl_options(q)
+        *(parts, stats, gate, out, splits),
+        GATED=gate is not None,
+        D=head_dim,
+        BLOCK_S=block_s,
+        num_warps=4,
+        **pdl_options(q),
     )
     return out
 
@@ -193,11 +219,14 @@ def _attention_prefill_kernel(
     keys_ptr,
     values_ptr,
     positions_ptr,
+    gate_ptr,
     out_ptr,
     scale,
     tokens,
     Q_HEADS,
     HEAD_STRIDE,
+    GATE_STRIDE,
+    GATED: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -232,21 +261,34 @@ def _attention_prefill_kernel(
         v = tl.load(values_ptr + tile + n * D, mask=inside[:, None], other=0.0)
         visible = n + column[None, :] <= position[:, None]
         m, l, acc = _softmax_step(q, k, v, visible, m, l, acc, scale, True, WIDEN)
-    out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
+    out = acc / l[:, None]
+    if GATED:
+        gate_start = first_token.to(tl.int64) * GATE_STRIDE + kv_head * GROUP * D
+        gate_row = (row // GROUP - first_token) * GATE_STRIDE + row % GROUP * D
+        gate = tl.load(gate_ptr + gate_start + gate_row[:, None] + d[None, :], mask=real[:, None], other=0.0)
+        out = out * sigmoid(gate.to(tl.float32))
+    out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + start + q_row[:, None] + d[None, :], out, mask=real[:, None])
 
 
 def attention_prefill(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, dtype: torch.dtype = torch.float32
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    *,
+    gate: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """q [T, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [T] -> [T, Hq * D].
 
-    The output is fp32 or bf16, as `dtype` says. Positions are those of consecutive tokens; only the first is read.
+    gate [T, Hq * D] in any float dtype may be columns of a wider matrix. The output is fp32 or bf16, as `dtype` says.
+    Positions are those of consecutive tokens; only the first is read.
 
     Raises:
         ValueError: a dtype or shape is another, or a tensor is not contiguous.
     """
-    group = _check("attention_prefill", q, keys, values, positions)
+    group = _check("attention_prefill", q, keys, values, positions, gate)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"attention_prefill: got dtype {dtype}, wanted float32 or bfloat16")
     (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
@@ -258,11 +300,14 @@ def attention_prefill(
         keys,
         values,
         positions,
+        gate,
         out,
         head_dim**-0.5 * _LOG2_E,
         tokens,
         q_heads,
         capacity * head_dim,
+        0 if gate is None else gate.stride(0),
+        GATED=gate is not None,
         GROUP=group,
         D=head_dim,
         BLOCK_M=block_m,
@@ -285,7 +330,7 @@ def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> t
         return 16, 16, 4
     block_m = max(16, min(128, 16384 // head_dim, triton.next_power_of_2(rows)))
     block_n = max(32, min(64, (8192 if major == 9 and block_m >= 64 else 4096) // head_dim))
-    return block_m, block_n, 8 if block_m * head_dim >= 8192 else 4
+    return block_m, block_n, 8 if block_m >= 64 and block_m * head_dim >= 8192 else 4
 
 
 def decode_block(head_dim: int, element_size: int) -> int:
@@ -296,13 +341,15 @@ def decode_block(head_dim: int, element_size: int) -> int:
 _LOG2_E = 1.4426950408889634
 
 
-def _check(what: str, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> int:
+def _check(what: str, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, gate: Tensor | None) -> int:
     """Queries per KV head."""
     check_tensor(f"{what}: q", q, (torch.bfloat16, torch.float32), (None, None, None))
     tokens, q_heads, head_dim = q.shape
     check_tensor(f"{what}: keys", keys, (q.dtype,), (None, None, head_dim))
     check_tensor(f"{what}: values", values, (q.dtype,), keys.shape)
     check_tensor(f"{what}: positions", positions, (torch.int64,), (tokens,))
+    if gate is not None:
+        check_tensor(f"{what}: gate", gate, FLOATS, (tokens, q_heads * head_dim), rows_apart=True)
     if q_heads % keys.shape[0] or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
         raise ValueError(
             f"{what}: got {q_heads} query heads, {keys.shape[0]} KV heads, head_dim {head_dim}, wanted a multiple "

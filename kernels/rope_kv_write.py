@@ -1,17 +1,18 @@
 """From the fused qkv product to a rotated query and a longer cache: q/k norm, RoPE, KV write.
 
-qkv [T, (Hq + 2 Hkv) * D] holds q | k | v, head-major. q and k are normalised per head where the family does that
-(RMSNorm over D), then rotated by half-split pairs (j, j + D/2):
+qkv [T, (Hq + 2 Hkv) * D] holds q | k | v, head-major; it may be the first columns of a wider product. q and k are
+normalised per head where the family does that (RMSNorm over D), then their first R dimensions are rotated by half-split
+pairs (j, j + R/2), and the others are left as they are (R = D but for Qwen3.5, where it is 64 of 256):
 
-    out_j       = x_j cos_j - x_{j+D/2} sin_j
-    out_{j+D/2} = x_{j+D/2} cos_j + x_j sin_j
+    out_j       = x_j cos_j - x_{j+R/2} sin_j
+    out_{j+R/2} = x_{j+R/2} cos_j + x_j sin_j
 
-cos and sin come as fp32 [T, D], each half twice and the first half of sin negated, so that the rotation is
+cos and sin come as fp32 [T, R], each half twice and the first half of sin negated, so that the rotation is
 x * cos + swap_halves(x) * sin for all dimensions at once. k and v go to keys, values [Hkv, S, D] at `positions`
 int64 [T]; q [T, Hq, D] comes back. Computed in fp32, rounded once. The reference returns q in qkv's dtype; the kernel
 takes qkv in fp32 or bf16 and returns q in the cache's dtype, which is what attention's tensor-core products take.
-One program per token and head; moves qkv once in and once out. Source: arXiv 2104.09864, in the half-split ("NeoX")
-order.
+One program per token and head; moves qkv once in (the partner of an element comes from L1) and once out. Source: arXiv
+2104.09864, in the half-split ("NeoX") order.
 """
 
 import torch
@@ -68,11 +69,13 @@ def _rope_kv_write_kernel(
     keys_ptr,
     values_ptr,
     eps,
+    ROW_STRIDE,
     Q_HEADS,
     KV_HEADS,
     HEAD_STRIDE,
     NORM: tl.constexpr,
-    HALF: tl.constexpr,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -80,40 +83,36 @@ def _rope_kv_write_kernel(
     token, head = tl.program_id(0), tl.program_id(1)
     wide_token = token.to(tl.int64)
     j = tl.arange(0, BLOCK)
-    mask = j < HALF
-    row = qkv_ptr + (wide_token * (Q_HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + j
+    mask = j < D
+    row = qkv_ptr + wide_token * ROW_STRIDE + head * D
     wait_for_previous(PDL)
-    low = tl.load(row, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(row + HALF, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(row + j, mask=mask, other=0.0).to(tl.float32)
 
     if head < Q_HEADS + KV_HEADS:  # q or k: norm and rotation
+        turns = j < ROTARY
+        partner = tl.where(j < ROTARY // 2, j + ROTARY // 2, j - ROTARY // 2)
+        other = tl.load(row + partner, mask=turns, other=0.0).to(tl.float32)
         if NORM:
             norm_ptr = q_norm_ptr
             if head >= Q_HEADS:
                 norm_ptr = k_norm_ptr
-            rms = 1.0 / tl.sqrt_rn(tl.sum(low * low + high * high, 0) / (2 * HALF) + eps)
-            low = low * rms * tl.load(norm_ptr + j, mask=mask, other=0.0).to(tl.float32)
-            high = high * rms * tl.load(norm_ptr + HALF + j, mask=mask, other=0.0).to(tl.float32)
-        angle = wide_token * (2 * HALF) + j
-        cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-        cos_high = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0)
-        sin_low = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-        sin_high = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0)
-        rotated = low * cos_low + high * sin_low
-        high = high * cos_high + low * sin_high
-        low = rotated
+            rms = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / D + eps)
+            x = x * rms * tl.load(norm_ptr + j, mask=mask, other=0.0).to(tl.float32)
+            other = other * rms * tl.load(norm_ptr + partner, mask=turns, other=0.0).to(tl.float32)
+        angle = wide_token * ROTARY + j
+        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
+        x = x * cos + other * sin
 
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
     if head < Q_HEADS:
-        out = q_ptr + (wide_token * Q_HEADS + head) * (2 * HALF) + j
+        out = q_ptr + (wide_token * Q_HEADS + head) * D + j
     else:
         position = tl.load(positions_ptr + token).to(tl.int64)
         if head < Q_HEADS + KV_HEADS:
-            out = keys_ptr + (head - Q_HEADS).to(tl.int64) * HEAD_STRIDE + position * (2 * HALF) + j
+            out = keys_ptr + (head - Q_HEADS).to(tl.int64) * HEAD_STRIDE + position * D + j
         else:
-            out = values_ptr + (head - Q_HEADS - KV_HEADS).to(tl.int64) * HEAD_STRIDE + position * (2 * HALF) + j
-    tl.store(out, low.to(dtype), mask=mask)
-    tl.store(out + HALF, high.to(dtype), mask=mask)
+            out = values_ptr + (head - Q_HEADS - KV_HEADS).to(tl.int64) * HEAD_STRIDE + position * D + j
+    tl.store(out, x.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 def rope_kv_write(
@@ -138,9 +137,12 @@ def rope_kv_write(
     q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
     if head_dim % 2 or q_heads < 1:
         raise ValueError(f"rope_kv_write: got qkv {list(qkv.shape)} for keys {list(keys.shape)}, wanted (Hq + 2 Hkv) D")
-    check_tensor("rope_kv_write: qkv", qkv, FLOATS, (None, (q_heads + 2 * kv_heads) * head_dim))
-    check_tensor("rope_kv_write: cos", cos, (torch.float32,), (tokens, head_dim))
-    check_tensor("rope_kv_write: sin", sin, (torch.float32,), (tokens, head_dim))
+    check_tensor("rope_kv_write: qkv", qkv, FLOATS, (None, (q_heads + 2 * kv_heads) * head_dim), rows_apart=True)
+    check_tensor("rope_kv_write: cos", cos, (torch.float32,), (tokens, None))
+    check_tensor("rope_kv_write: sin", sin, (torch.float32,), cos.shape)
+    rotary_dim = cos.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(f"rope_kv_write: got cos of width {rotary_dim}, wanted an even number up to {head_dim}")
     check_tensor("rope_kv_write: positions", positions, (torch.int64,), (tokens,))
     if (q_norm is None) != (k_norm is None):
         raise ValueError("rope_kv_write: got one of q_norm and k_norm, wanted both or neither")
@@ -148,7 +150,6 @@ def rope_kv_write(
         check_tensor("rope_kv_write: q_norm", q_norm, FLOATS, (head_dim,))
         check_tensor("rope_kv_write: k_norm", k_norm, (q_norm.dtype,), (head_dim,))
     q = torch.empty(tokens, q_heads, head_dim, dtype=keys.dtype, device=keys.device)
-    half = head_dim // 2
     _rope_kv_write_kernel[(tokens, q_heads + 2 * kv_heads)](
         qkv,
         q_norm,
@@ -160,12 +161,14 @@ def rope_kv_write(
         keys,
         values,
         eps,
+        qkv.stride(0),
         q_heads,
         kv_heads,
         capacity * head_dim,
         NORM=q_norm is not None,
-        HALF=half,
-        BLOCK=triton.next_power_of_2(half),
+        D=head_dim,
+        ROTARY=rotary_dim,
+        BLOCK=triton.next_power_of_2(head_dim),
         num_warps=1,
         **pdl_options(q),
     )

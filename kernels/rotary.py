@@ -1,8 +1,9 @@
 """cos and sin of one step's rotary angles: what kernels/rope_kv_write.py multiplies heads with.
 
-angle[t, j] = positions[t] * inv_freq[j] in fp32; cos = cos(angle) * f for both halves of a head, sin = sin(angle) * f,
-negated in the first half. positions int64 [T], inv_freq fp32 [D/2], f YaRN's attention factor; cos, sin fp32 [T, D].
-Moves 8 T D bytes out and nothing beside it. A step of the decode graph computes its one row once for all layers.
+angle[t, j] = positions[t] * inv_freq[j] in fp32; cos = cos(angle) * f for both halves of the rotated dimensions, sin =
+sin(angle) * f, negated in the first half. positions int64 [T], inv_freq fp32 [R/2], f YaRN's attention factor; cos, sin
+fp32 [T, R], where R is the number of rotated dimensions of a head. Moves 8 T R bytes out and nothing beside it.
+A step of the decode graph computes its one row once for all layers.
 
 Angles reach 262,143 radians, where the hardware's sine is wrong and libdevice's goes through local memory. So the
 angle is reduced to [-pi/4, pi/4] in fp64 (error 1e-10 there) and two short polynomials finish in fp32 (error 6e-8).
@@ -22,7 +23,7 @@ _HALF_PI = tl.constexpr(math.pi / 2)
 
 
 def rotary_table_reference(positions: Tensor, inv_freq: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """positions [T], inv_freq [D/2] -> cos, sin fp32 [T, D]."""
+    """positions [T], inv_freq [R/2] -> cos, sin fp32 [T, R]."""
     angles = positions.float()[:, None] * inv_freq
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -67,7 +68,7 @@ def _rotary_kernel(
 
 
 def rotary_table(positions: Tensor, inv_freq: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """positions int64 [T], inv_freq fp32 [D/2] -> cos, sin fp32 [T, D].
+    """positions int64 [T], inv_freq fp32 [R/2] -> cos, sin fp32 [T, R].
 
     Raises:
         ValueError: a dtype or shape is another, or a tensor is not contiguous.

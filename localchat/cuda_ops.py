@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.attention import attention_decode, attention_prefill
+from localchat.kernels.gated_delta_net import gated_delta_net_decode
+from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul
 from localchat.kernels.int8_embedding import int8_embedding
 from localchat.kernels.int8_matmul import dequantize_int8, int8_matmul
@@ -24,10 +26,12 @@ from localchat.ops import ReferenceOps
 from localchat.rope import Rotary
 
 if TYPE_CHECKING:
-    from localchat.model import Linear, RMSNorm
+    from localchat.model import GatedDeltaNet, Linear, RMSNorm
 
 # Tokens of one step above which matrices are dequantised for the dense product. H200, 2026-11-30.
 CROSSOVER = 32
+# Key heads of a gated delta net, each of which takes an integer; real models have 16.
+_MOST_KEY_HEADS = 1024
 # What a product takes: scaled half (values, row scales), or bf16 values and None.
 Activation = tuple[Tensor, Tensor | None]
 
@@ -42,6 +46,7 @@ class CudaOps(ReferenceOps):
     def __init__(self, device: torch.device) -> None:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch = torch.empty(0, dtype=torch.bfloat16, device=device)
+        self._arrivals = torch.zeros(_MOST_KEY_HEADS, dtype=torch.int32, device=device)
 
     def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
         if table.bits == 8:
@@ -64,16 +69,24 @@ class CudaOps(ReferenceOps):
         *,
         gated: bool = False,
     ) -> Tensor:
-        if gated:
-            raise NotImplementedError("attention with an output gate has no kernels yet")
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
-        q = rope_kv_write(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, *cache)
         keys, values = cache
+        kv_rows = 2 * keys.shape[0] * keys.shape[2]
+        q_rows = (qkv.shape[1] - kv_rows) // (1 + gated)
+        qkv, gate = qkv[:, : q_rows + kv_rows], qkv[:, q_rows + kv_rows :] if gated else None
+        q = rope_kv_write(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, keys, values)
         if q.shape[0] > 1:
-            return attention_prefill(q, keys, values, rope.positions)
+            return attention_prefill(q, keys, values, rope.positions, gate=gate)
         splits = max(1, self._multiprocessors // keys.shape[0])
-        return attention_decode(q, keys, values, rope.positions, splits=splits)
+        return attention_decode(q, keys, values, rope.positions, splits=splits, gate=gate)
+
+    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, Tensor]) -> Tensor:
+        weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
+        if qkvz.shape[0] == 1:
+            return gated_delta_net_decode(qkvz, ba, *weights, mixer.norm.eps, *cache, arrivals=self._arrivals)
+        dtype = torch.float32 if _few(qkvz) else torch.bfloat16  # what linear_add rounds to
+        return gated_delta_net_prefill(qkvz, ba, *weights, mixer.norm.eps, *cache, dtype=dtype)
 
     def linear_add(self, x: "Tensor | Activation", linear: "Linear", residual: Tensor) -> Tensor:
         if isinstance(x, Tensor):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localchat.kernels import attention, int4_matmul, int8_matmul
+from localchat.kernels import attention, gated_delta_net, gated_delta_net_prefill, int4_matmul, int8_matmul
 
 ARCHS = (80, 86, 89, 90, 120)
 
@@ -71,11 +71,12 @@ def _row_cases() -> list[Case]:
 
 
 def _attention_cases() -> list[Case]:
-    """smollm2, qwen2.5-32b, qwen3-8b and the head_dim 256 that comes; an fp32 cache."""
+    """smollm2, qwen2.5-32b, qwen3-8b and qwen3.5-27b, which is gated; an fp32 cache."""
     cases = []
     for d, group, dtype in ((64, 3, "bf16"), (128, 5, "bf16"), (128, 8, "bf16"), (256, 6, "bf16"), (64, 7, "fp32")):
         size = 4 if dtype == "fp32" else 2
         launch = {"GROUP": group, "D": d, "WIDEN": False}
+        gated = {"GATED": d == 256} | ({} if d == 256 else {"gate_ptr": None})
         pointers, shape = f"*{dtype} *{dtype} *{dtype} *i64", f"D {d} group {group} {dtype}"
         block_n = attention.decode_block(d, size)
         cases.append(
@@ -94,15 +95,79 @@ def _attention_cases() -> list[Case]:
                     Case(
                         f"attention_prefill {shape} rows {rows}",
                         "attention._attention_prefill_kernel",
-                        f"{pointers} *fp32 fp32 i32 i32 i32:16",
-                        {**launch, "BLOCK_M": block_m, "BLOCK_N": block_n},
+                        f"{pointers} {'*fp32 ' * (d == 256)}*fp32 fp32 i32 i32 i32:16 i32:16",
+                        {**launch, **gated, "BLOCK_M": block_m, "BLOCK_N": block_n},
                         num_warps=warps,
                         num_stages=2,
                         archs=archs,
                     )
                 )
-    combine = {"D": 128, "BLOCK_S": 16}
-    return [*cases, Case("attention_combine", "attention._attention_combine_kernel", "*fp32 *fp32 *fp32 i32", combine)]
+    combine, kernel = {"D": 256, "BLOCK_S": 16}, "attention._attention_combine_kernel"
+    plain, gated = combine | {"gate_ptr": None, "GATED": False}, combine | {"GATED": True}
+    return [
+        *cases,
+        Case("attention_combine", kernel, "*fp32 *fp32 *fp32 i32", plain),
+        Case("attention_combine gated", kernel, "*fp32 *fp32 *fp32 *fp32 i32", gated),
+    ]
+
+
+def _delta_net_cases() -> list[Case]:
+    """qwen3.5-27b, 9b and 2b: 3, 2 and 1 value heads per key head."""
+    pointers = "*fp32 *fp32 *bf16 *fp32 *fp32 *bf16 *bf16 *fp32 *i32 *fp32"
+    warps = gated_delta_net.decode_warps(128, 128)
+    module, chunk, dims = "gated_delta_net_prefill", {"CHUNK": 64}, {"REPEATS": 3, "DK": 128}
+    prefill = [
+        Case(
+            f"gated_delta_net_prefill conv {dtype} {'q, k' if norm else 'v'}",
+            f"{module}._conv_kernel",
+            f"*{dtype} *bf16 *bf16 *fp16 {'' if norm else '*fp32 '}i32 i32:16 i32:16",
+            {"L2_EPS": 1e-6, "NORM": norm, "D": 128, "BLOCK_T": 16, **({"scale_ptr": None} if norm else {})},
+        )
+        for dtype in ("fp32", "bf16")
+        for norm in (True, False)
+    ]
+    prefill.append(
+        Case(
+            "gated_delta_net_prefill triangle",
+            f"{module}._triangle_kernel",
+            "*fp16 *fp32 *fp32 *fp32 *fp16 *fp16 *fp32 i32 i32:16 i32:16",
+            {**dims, **chunk, "BLOCK_K": 64, "BLOCK": 16},
+            8,
+            2,
+        )
+    )
+    for archs in ((80, 86, 89, 120), (90,)):
+        block_v, state_warps, stages = gated_delta_net_prefill.state_blocks(128, archs[0] // 10)
+        prefill.append(
+            Case(
+                "gated_delta_net_prefill state",
+                f"{module}._state_kernel",
+                "*fp16 *fp16 *fp32 *fp16 *fp16 *fp32 *fp32 *fp32 i32 i32:16",
+                {**dims, **chunk, "DV": 128, "BLOCK_V": block_v},
+                state_warps,
+                stages,
+                archs,
+            )
+        )
+    prefill.append(
+        Case(
+            "gated_delta_net_prefill norm",
+            f"{module}._gated_norm_kernel",
+            "*fp32 *bf16 *bf16 *bf16 i32 i32:16 i32:16 fp32",
+            {"D": 128, "BLOCK_T": 16},
+        )
+    )
+    decode = [
+        Case(
+            f"gated_delta_net_decode {repeats} heads",
+            "gated_delta_net._decode_kernel",
+            f"{pointers} i32:16 fp32",
+            {"L2_EPS": 1e-6, "REPEATS": repeats, "DK": 128, "DV": 128},
+            warps,
+        )
+        for repeats in (1, 2, 3)
+    ]
+    return [*decode, *prefill]
 
 
 def _sampling_cases() -> list[Case]:
@@ -183,8 +248,8 @@ def _product_cases() -> list[Case]:
 @functools.cache
 def cases() -> list[Case]:
     """The registry."""
-    rope = {"HALF": 64, "BLOCK": 64}
-    rope_signature = "*i64 *bf16 *bf16 *bf16 fp32 i32 i32 i32:16"
+    rope = {"D": 128, "ROTARY": 128, "BLOCK": 128}
+    rope_signature = "*i64 *bf16 *bf16 *bf16 fp32 i32:16 i32 i32 i32:16"
     return [
         *_row_cases(),
         Case("scaled_half fp32", "scaled_half._scaled_half_kernel", "*fp32 *fp16 *fp32 i32:16", {"BLOCK": 4096}, 16),
@@ -210,8 +275,16 @@ def cases() -> list[Case]:
             {"NORM": True, **rope},
             1,
         ),
+        Case(
+            "rope_kv_write 64 of 256",
+            "rope_kv_write._rope_kv_write_kernel",
+            f"*fp32 *fp32 *fp32 *fp32 *fp32 {rope_signature}",
+            {"NORM": True, "D": 256, "ROTARY": 64, "BLOCK": 256},
+            1,
+        ),
         *_product_cases(),
         *_attention_cases(),
+        *_delta_net_cases(),
         *_sampling_cases(),
         Case("advance", "advance._advance_kernel", "*i64 *i64 *i64 *i64", num_warps=1),
         Case("read", "read_bandwidth._read_kernel", "*fp32 *fp32", {"BLOCK": 8192, "ITERATIONS": 8}, 8),

@@ -84,3 +84,36 @@ def relative() -> Callable[[Tensor, Tensor], float]:
         return float((a - b).norm() / b.norm())
 
     return error
+
+
+@pytest.fixture(scope="session")
+def delta_net() -> Callable[..., dict[str, Any]]:
+    """Random arguments of a gated delta net's kernels, by name; nothing in them is as it is initialised."""
+
+    def make(
+        device: torch.device,
+        tokens: int,
+        heads: tuple[int, int] = (2, 6),
+        dims: tuple[int, int] = (16, 32),
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Any]:
+        (key_heads, value_heads), (key_dim, value_dim) = heads, dims
+        values = value_heads * value_dim
+        channels = 2 * key_heads * key_dim + values
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device)
+
+        return {
+            "qkvz": normal(tokens, channels + values).to(dtype),
+            "ba": normal(tokens, 2 * value_heads).to(dtype),
+            "conv_weight": normal(channels, 4).to(dtype),
+            "A_log": normal(value_heads) - 1,
+            "dt_bias": normal(value_heads),
+            "norm_weight": normal(value_dim).to(dtype),
+            "eps": 1e-6,
+            "conv_state": normal(channels, 3).to(dtype),
+            "state": normal(value_heads, key_dim, value_dim) / 4,
+        }
+
+    return make

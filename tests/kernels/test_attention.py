@@ -111,6 +111,41 @@ def test_prefill_agrees_at_real_sizes(
     assert torch.equal(out, attention_prefill(q, keys, values, positions))
 
 
+@pytest.mark.parametrize("gate_dtype", BOUNDS)
+@pytest.mark.parametrize(("heads", "head_dim", "length", "tokens"), [((6, 1), 256, 70, 33), ((4, 2), 64, 40, 1)])
+def test_gate(
+    device: torch.device,
+    relative: Relative,
+    heads: tuple[int, int],
+    head_dim: int,
+    length: int,
+    tokens: int,
+    gate_dtype: torch.dtype,
+) -> None:
+    """The gate is the last columns of a wider product; 1e5 and -1e5 are open and shut."""
+    q, keys, values, positions = cache_and_queries(device, torch.float32, tokens, heads, head_dim, length)
+    size = heads[0] * head_dim
+    gate = (torch.randn(tokens, size + 24, device=device) * 3).to(gate_dtype)[:, 24:]
+    gate[:, :2] = torch.tensor([1e5, -1e5])
+    wanted = attention_reference(q, keys, values, positions) / (1 + torch.exp(-gate.float()))
+    assert relative(attention_reference(q, keys, values, positions, gate=gate), wanted) < 1e-6
+    assert relative(attention_prefill(q, keys, values, positions, gate=gate), wanted) < 1e-6
+    if tokens == 1:
+        assert relative(attention_decode(q, keys, values, positions, splits=3, gate=gate), wanted) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "tokens"), [(9000, 1), (8192, 8192), (5000, 1111)])
+def test_gate_at_real_sizes(card: torch.device, relative: Relative, length: int, tokens: int) -> None:
+    """Qwen3.5-27B: 24 query heads, 4 KV heads, head_dim 256."""
+    q, keys, values, positions = cache_and_queries(card, torch.bfloat16, tokens, (24, 4), 256, length)
+    gate = torch.randn(tokens, 2 * 24 * 256, device=card)[:, 24 * 256 :]
+    wanted = attention_reference(q.float(), keys, values, positions, gate=gate)
+    assert relative(attention_prefill(q, keys, values, positions, gate=gate), wanted) < 2.5e-3
+    if tokens == 1:
+        assert relative(attention_decode(q, keys, values, positions, splits=33, gate=gate), wanted) < 2.5e-3
+
+
 def test_large_scores_do_not_overflow(device: torch.device, relative: Relative) -> None:
     """Keys of 1e5 make one token win everything."""
     q, keys, values, positions = cache_and_queries(device, torch.bfloat16, 1, (4, 2), 64, 100)
@@ -126,6 +161,10 @@ def test_refusals() -> None:
         attention_decode(q, keys.bfloat16(), keys, positions, splits=1)
     with pytest.raises(ValueError, match="attention_decode: got 1 tokens, 0 splits"):
         attention_decode(q, keys, keys, positions, splits=0)
+    with pytest.raises(ValueError, match=r"attention_decode: gate: got float32 \[1, 64\], wanted .* \[1, 256\]"):
+        attention_decode(q, keys, keys, positions, splits=1, gate=torch.zeros(1, 64))
+    with pytest.raises(ValueError, match=r"attention_prefill: gate: .* \(not contiguous\)"):
+        attention_prefill(q, keys, keys, positions, gate=torch.zeros(1, 512)[:, ::2])
     with pytest.raises(ValueError, match="got 3 query heads, 2 KV heads, head_dim 64"):
         attention_decode(q[:, :3].contiguous(), keys, keys, positions, splits=1)
     with pytest.raises(ValueError, match="got 4 query heads, 2 KV heads, head_dim 48"):

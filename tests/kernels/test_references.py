@@ -80,12 +80,13 @@ def test_attention_in_query_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) 
     assert relative(attention_reference(q, keys, values, torch.arange(3, 40)), whole) < 1e-6
 
 
+@pytest.mark.parametrize("turning", [8, 4])  # dimensions that are rotated
 @pytest.mark.parametrize("normed", [True, False])
-def test_rope_rotates_pairs_and_writes_only_its_rows(normed: bool) -> None:
+def test_rope_rotates_pairs_and_writes_only_its_rows(normed: bool, turning: int) -> None:
     tokens, q_heads, kv_heads, dim = 3, 4, 2, 8
     qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim)
     positions = torch.tensor([4, 5, 6])
-    angles = torch.rand(tokens, dim // 2)
+    angles = torch.rand(tokens, turning // 2)
     q_norm, k_norm = (torch.randn(dim), torch.randn(dim)) if normed else (None, None)
     keys, values = torch.full((2, kv_heads, 10, dim), float("nan"))
     cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((-angles, angles), -1).sin()
@@ -95,9 +96,9 @@ def test_rope_rotates_pairs_and_writes_only_its_rows(normed: bool) -> None:
 
     def rotated(part: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         part = part if norm is None else F.rms_norm(part, (dim,), norm, 1e-6)
-        pairs = torch.complex(part[..., : dim // 2], part[..., dim // 2 :])  # a rotation is a complex product
-        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((turned.real, turned.imag), -1)
+        low, high, still = part.split((turning // 2, turning // 2, dim - turning), -1)
+        turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)[:, None]  # complex: a rotation
+        return torch.cat((turned.real, turned.imag, still), -1)
 
     assert relative(q, rotated(heads[:, :q_heads], q_norm)) < 1e-6
     assert relative(keys[:, 4:7].transpose(0, 1), rotated(heads[:, q_heads:-kv_heads], k_norm)) < 1e-6

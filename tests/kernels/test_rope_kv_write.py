@@ -46,6 +46,25 @@ def test_agrees(
         assert bool((cache[:, :5] == 7).all() and (cache[:, 8] == 7).all())  # nothing else is touched
 
 
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(256, 64), (24, 10)])
+def test_partial_rotation_of_a_wider_product(
+    device: torch.device, relative: Relative, head_dim: int, rotary_dim: int
+) -> None:
+    """Only the first dimensions turn; behind q, k and v lies a gate, which the kernel never sees."""
+    positions, q_heads, kv_heads = torch.tensor([100_001, 100_002], device=device), 3, 1
+    product = torch.randn(2, (2 * q_heads + 2 * kv_heads) * head_dim, device=device)
+    qkv = product[:, : (q_heads + 2 * kv_heads) * head_dim]
+    q_norm, k_norm = torch.randn(2, head_dim, device=device)
+    inv_freq = 1e7 ** (-torch.arange(rotary_dim // 2, device=device) * 2 / rotary_dim)
+    cos, sin = rotary_table_reference(positions, inv_freq, 1.0)
+    positions = positions - 100_000
+    keys, values, wanted_keys, wanted_values = torch.zeros(4, kv_heads, 4, head_dim, device=device)
+    q = rope_kv_write(qkv, q_norm, k_norm, 1e-6, cos, sin, positions, keys, values)
+    wanted_q = rope_kv_write_reference(qkv, q_norm, k_norm, 1e-6, cos, sin, positions, wanted_keys, wanted_values)
+    for out, wanted in ((q, wanted_q), (keys, wanted_keys), (values, wanted_values)):
+        assert relative(out, wanted) < 1e-6
+
+
 @pytest.mark.gpu
 def test_a_cache_behind_two_to_the_31(card: torch.device) -> None:
     capacity = 140_000
@@ -66,5 +85,8 @@ def test_refusals() -> None:
         rope_kv_write(torch.zeros(1, 100), None, None, 0.0, table, table, positions, keys, keys)
     with pytest.raises(ValueError, match=r"rope_kv_write: got qkv \[1, 64\]"):
         rope_kv_write(torch.zeros(1, 64), None, None, 0.0, table, table, positions, keys, keys)
+    with pytest.raises(ValueError, match="rope_kv_write: got cos of width 18, wanted an even number up to 16"):
+        wide = torch.zeros(1, 18)
+        rope_kv_write(torch.zeros(1, 96), None, None, 0.0, wide, wide, positions, keys, keys)
     with pytest.raises(ValueError, match="rope_kv_write: values: got bfloat16"):
         rope_kv_write(torch.zeros(1, 96), None, None, 0.0, table, table, positions, keys, keys.bfloat16())

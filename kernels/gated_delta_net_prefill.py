@@ -1,0 +1,354 @@
+"""A gated delta net over many tokens: the recurrence of gated_delta_net.py, 64 tokens at a time (arXiv 2412.06464).
+
+For one value head and one chunk of tokens i, j, with k and q normalised and without q's 1 / sqrt(dk), which comes last;
+D_ij = sum of g over j < l <= i, so that a product of decays is never a quotient; S0 the state before the chunk:
+
+    A_ij = beta_i (k_i . k_j) e^{D_ij}  for j < i         inverse = (I + A)^-1
+    P_ij =       (q_i . k_j) e^{D_ij}  for j <= i
+    R_i  = beta_i (v_i - e^{G_i} S0^T k_i)                G_i = g_0 + ... + g_i
+    X    = inverse R                                      what each token adds to the state
+    o_i  = e^{G_i} S0^T q_i + sum_j P_ij X_j
+    S    = e^{G_last} S0 + sum_j e^{H_j} k_j X_j^T        H_j = g_{j+1} + ... + g_last
+
+Only the last four lines need the chunk before; five launches do the work:
+
+1. and 2. `_conv_kernel` for q, k and for v: convolution, SiLU, norm.
+3. `_triangle_kernel`, a program per chunk and value head: the gates, inverse, P.
+4. `_state_kernel`, a program per value head and part of dv: chunk after chunk R, X, o and S, which stays in fp32.
+5. `_gated_norm_kernel`.
+
+Operands of the tensor cores are fp16: 11 bits of mantissa at the price of bf16's 8, which would miss the bound of
+2.5e-3; tf32 has as many at half the speed and twice the shared memory. q and k are at most 1; inverse, P and the
+products in between stay small (with beta and decays below 1 an update never lengthens the state); v is scaled by a
+power of two per token, R and S per tile, exactly. Sums are fp32. Moves, beside qkvz and the output, 4 bytes per element
+of q, k and v, 8 of o, and 512 bytes per token and value head for inverse and P.
+"""
+
+import torch
+from torch import Tensor
+
+from localchat.kernels.activations import silu
+from localchat.kernels.gated_delta_net import L2_EPS, check_gated_delta_net, step_and_decay
+from localchat.kernels.gpu import tl, triton
+
+CHUNK = 64
+# Rows of a diagonal block of A that is inverted by substitution; four of them make the chunk.
+_BLOCK = 16
+# Columns of q and k that its products take at once.
+_BLOCK_K = 64
+# Tokens of a program of the first and last kernels.
+_BLOCK_T = 16
+
+
+@triton.jit
+def _power_of_two(peak):
+    """The power of two that brings a peak to between 256 and 512, and its inverse; both exact, from the exponent."""
+    bits = (peak * (1.0 / 512.0)).to(tl.int32, bitcast=True)
+    exponent = tl.minimum(tl.maximum((bits + 0x7FFFFF) >> 23, 27), 227)  # biased, rounded up
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse
+
+
+@triton.jit
+def _tile_to_half(x):
+    """x fp32 in fp16, and the power of two that was divided out."""
+    scale, inverse = _power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
+    return (x * inverse).to(tl.float16), scale
+
+
+@triton.jit
+def _conv_kernel(
+    qkvz_ptr,
+    weight_ptr,
+    conv_state_ptr,
+    out_ptr,
+    scale_ptr,
+    tokens,
+    first_channel,
+    ROW_STRIDE,
+    L2_EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """A few tokens of a head: out fp16 [T, heads, D], of length 1 or with a scale per token, fp32 [T, heads]."""
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    token, d = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, D)
+    channel = first_channel + head * D + d
+    y = tl.zeros([BLOCK_T, D], tl.float32)
+    for j in tl.static_range(4):
+        source = token + (j - 3)
+        row = qkvz_ptr + source.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
+        u = tl.load(row, mask=((source >= 0) & (token < tokens))[:, None], other=0.0).to(tl.float32)
+        y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
+    if tl.program_id(0) == 0:
+        for j in tl.static_range(3):
+            past = conv_state_ptr + channel[None, :] * 3 + (token + j)[:, None]
+            u = tl.load(past, mask=(token + j < 3)[:, None], other=0.0).to(tl.float32)
+            y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
+    y = silu(y)
+    cell = token.to(tl.int64) * heads + head
+    if NORM:
+        y = y / tl.sqrt_rn(tl.sum(y * y, 1) + L2_EPS)[:, None]
+    else:
+        scale, inverse = _power_of_two(tl.max(tl.abs(y), 1))
+        y = y * inverse[:, None]
+        tl.store(scale_ptr + cell, scale, mask=token < tokens)
+    tl.store(out_ptr + cell[:, None] * D + d[None, :], y.to(tl.float16), mask=(token < tokens)[:, None])
+
+
+@triton.jit
+def _half_dot(a, b):
+    return tl.dot(a.to(tl.float16), b.to(tl.float16))
+
+
+@triton.jit
+def _inverse(a, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular [CHUNK, CHUNK], in four blocks of BLOCK rows.
+
+    The diagonal blocks D together by substitution, row by row: a series in a would cancel terms of up to 1e18 where
+    keys repeat. I + a = (I + D) (I + N) with N = (I + D)^-1 (a - D), whose fourth power is 0, so that the inverse is
+    (I - N) (I + N^2) (I + D)^-1.
+    """
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    diagonal = (row // BLOCK) == (column // BLOCK)
+    inside = tl.where(diagonal, a, 0.0)
+    inverse = tl.where(row == column, 1.0, 0.0)
+    for i in range(1, BLOCK):
+        now = diagonal & (row % BLOCK == i)
+        weights = tl.sum(tl.where(now, inside, 0.0), 0)  # of the rows above, in the block of each column
+        inverse -= tl.where(now, tl.sum(weights[:, None] * inverse, 0)[None, :], 0.0)
+    n = _half_dot(inverse, a - inside)
+    inverse += _half_dot(_half_dot(n, n), inverse)
+    return inverse - _half_dot(n, inverse)
+
+
+@triton.jit
+def _triangle_kernel(
+    qk_ptr,
+    ba_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    inverse_ptr,
+    p_ptr,
+    gates_ptr,
+    tokens,
+    KEY_HEADS,
+    BA_STRIDE,
+    REPEATS: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """inverse and P fp16 [chunks, nv, CHUNK, CHUNK]; gates fp32 [chunks, nv, 3, CHUNK]: beta, e^G, e^H."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(1)
+    i, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    token = chunk * CHUNK + i
+    real = token < tokens
+    wide_token = token.to(tl.int64)
+    beta, g = step_and_decay(ba_ptr + wide_token * BA_STRIDE, A_log_ptr, dt_bias_ptr, head, heads, real)
+    later = i[:, None] > i[None, :]
+    between = tl.cumsum(tl.where(later, g[:, None], 0.0), 0)
+    decay = tl.where(i[:, None] >= i[None, :], tl.exp(between), 0.0)
+
+    row = qk_ptr + (wide_token[:, None] * 2 * KEY_HEADS + head // REPEATS) * DK + d[None, :]
+    qk, kk = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for first in range(0, DK, BLOCK_K):  # in parts, so that the operands stay in registers
+        q = tl.load(row + first, mask=real[:, None], other=0.0)
+        k = tl.load(row + first + KEY_HEADS * DK, mask=real[:, None], other=0.0)
+        qk += tl.dot(q, tl.trans(k))
+        kk += tl.dot(k, tl.trans(k))
+    out = (chunk * heads + head).to(tl.int64)
+    tile = out * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+    tl.store(p_ptr + tile, (qk * decay).to(tl.float16))
+    a = tl.where(later, beta[:, None] * kk * decay, 0.0)
+    tl.store(inverse_ptr + tile, _inverse(a, CHUNK, BLOCK).to(tl.float16))
+
+    gates = gates_ptr + out * 3 * CHUNK + i
+    tl.store(gates, beta)
+    tl.store(gates + CHUNK, tl.exp(tl.cumsum(g, 0)))
+    tl.store(gates + 2 * CHUNK, tl.exp(tl.sum(tl.where(i[:, None] > i[None, :], g[:, None], 0.0), 0)))
+
+
+@triton.jit
+def _state_kernel(
+    qk_ptr,
+    v_ptr,
+    v_scale_ptr,
+    inverse_ptr,
+    p_ptr,
+    gates_ptr,
+    state_ptr,
+    out_ptr,
+    tokens,
+    KEY_HEADS,
+    REPEATS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """out fp32 [T, nv, DV], before the norm; the state moves on in place."""
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    i, d = tl.arange(0, CHUNK), tl.arange(0, DK)
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cells = state_ptr + head.to(tl.int64) * DK * DV + d[:, None] * DV + j[None, :]
+    state = tl.load(cells)
+    square = i[:, None] * CHUNK + i[None, :]
+    for chunk in range(tl.cdiv(tokens, CHUNK)):
+        token = chunk * CHUNK + i
+        real = (token < tokens)[:, None]
+        wide_token = token.to(tl.int64)[:, None]
+        row = qk_ptr + (wide_token * 2 * KEY_HEADS + head // REPEATS) * DK + d[None, :]
+        cell = wide_token * heads + head
+        tile = (chunk * heads + head).to(tl.int64)
+        q = tl.load(row, mask=real, other=0.0)
+        k = tl.load(row + KEY_HEADS * DK, mask=real, other=0.0)
+        v = tl.load(v_ptr + cell * DV + j[None, :], mask=real, other=0.0).to(tl.float32)
+        v = v * tl.load(v_scale_ptr + cell, mask=real, other=0.0)
+        inverse = tl.load(inverse_ptr + tile * CHUNK * CHUNK + square)
+        p = tl.load(p_ptr + tile * CHUNK * CHUNK + square)
+        gates = gates_ptr + tile * 3 * CHUNK
+        beta = tl.load(gates + i)[:, None]
+        decay = tl.load(gates + CHUNK + i)[:, None]
+        decay_after = tl.load(gates + 2 * CHUNK + i)[:, None]
+        decay_all = tl.load(gates + 2 * CHUNK - 1)
+
+        half_state, scale = _tile_to_half(state)
+        right, right_scale = _tile_to_half(beta * (v - decay * (tl.dot(k, half_state) * scale)))
+        x = tl.dot(inverse, right)
+        seen = decay * (tl.dot(q, half_state) * scale)
+        out = seen + tl.dot(p, x.to(tl.float16)) * right_scale
+        tl.store(out_ptr + cell * DV + j[None, :], out * (1.0 / tl.sqrt_rn(DK * 1.0)), mask=real)
+        state = decay_all * state + tl.dot(tl.trans(k), (x * decay_after).to(tl.float16)) * right_scale
+    tl.store(cells, state)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    o_ptr, qkvz_ptr, norm_ptr, out_ptr, tokens, first_gate, ROW_STRIDE, eps, D: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """o, out [T, nv, D]."""
+    token, head = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1)
+    d = tl.arange(0, D)
+    real = (token < tokens)[:, None]
+    wide_token = token.to(tl.int64)[:, None]
+    cell = (wide_token * tl.num_programs(1) + head) * D + d[None, :]
+    o = tl.load(o_ptr + cell, mask=real, other=0.0)
+    z = tl.load(qkvz_ptr + wide_token * ROW_STRIDE + first_gate + head * D + d[None, :], mask=real, other=0.0)
+    rms = 1.0 / tl.sqrt_rn(tl.sum(o * o, 1) / D + eps)
+    y = o * rms[:, None] * tl.load(norm_ptr + d).to(tl.float32)[None, :] * silu(z.to(tl.float32))
+    tl.store(out_ptr + cell, y.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def gated_delta_net_prefill(
+    qkvz: Tensor,
+    ba: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """qkvz [T, C + V], ba [T, 2 nv] -> [T, V], fp32 or bf16 as `dtype` says; both states move on in place.
+
+    The result depends on the inputs alone, bit for bit.
+
+    Raises:
+        ValueError: a dtype or shape is another, or a tensor is not contiguous.
+    """
+    key_heads, repeats = check_gated_delta_net(
+        "gated_delta_net_prefill", qkvz, ba, conv_weight, A_log, dt_bias, norm_weight, conv_state, state
+    )
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"gated_delta_net_prefill: got dtype {dtype}, wanted float32 or bfloat16")
+    (value_heads, key_dim, value_dim), (tokens, device) = state.shape, (qkvz.shape[0], qkvz.device)
+    chunks = triton.cdiv(tokens, CHUNK)
+    channels, keys, row = conv_weight.shape[0], key_heads * key_dim, qkvz.stride(0)
+    qk = torch.empty(tokens, 2 * key_heads, key_dim, dtype=torch.float16, device=device)
+    v = torch.empty(tokens, value_heads, value_dim, dtype=torch.float16, device=device)
+    v_scale = torch.empty(tokens, value_heads, dtype=torch.float32, device=device)
+    inverse, p = torch.empty(2, chunks, value_heads, CHUNK, CHUNK, dtype=torch.float16, device=device)
+    gates = torch.empty(chunks, value_heads, 3, CHUNK, dtype=torch.float32, device=device)
+    o = torch.empty(tokens, value_heads, value_dim, dtype=torch.float32, device=device)
+    out = torch.empty(tokens, value_heads * value_dim, dtype=dtype, device=device)
+
+    blocks = triton.cdiv(tokens, _BLOCK_T)
+    for heads, scale, first in ((qk, None, 0), (v, v_scale, 2 * keys)):
+        _conv_kernel[(blocks, heads.shape[1])](
+            qkvz,
+            conv_weight,
+            conv_state,
+            heads,
+            scale,
+            tokens,
+            first,
+            row,
+            L2_EPS=L2_EPS,
+            NORM=scale is None,
+            D=heads.shape[2],
+            BLOCK_T=_BLOCK_T,
+            num_warps=4,
+        )
+    recent = qkvz[-3:, :channels].t().to(conv_state.dtype)
+    conv_state.copy_(torch.cat((conv_state[:, recent.shape[1] :], recent), dim=1))
+    _triangle_kernel[(chunks, value_heads)](
+        qk,
+        ba,
+        A_log,
+        dt_bias,
+        inverse,
+        p,
+        gates,
+        tokens,
+        key_heads,
+        ba.stride(0),
+        REPEATS=repeats,
+        DK=key_dim,
+        BLOCK_K=min(_BLOCK_K, key_dim),
+        CHUNK=CHUNK,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        num_stages=2,
+    )
+    major = torch.cuda.get_device_capability(device)[0] if qkvz.is_cuda else 0
+    block_v, warps, stages = state_blocks(value_dim, major)
+    _state_kernel[(value_heads, value_dim // block_v)](
+        qk,
+        v,
+        v_scale,
+        inverse,
+        p,
+        gates,
+        state,
+        o,
+        tokens,
+        key_heads,
+        REPEATS=repeats,
+        DK=key_dim,
+        DV=value_dim,
+        BLOCK_V=block_v,
+        CHUNK=CHUNK,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    _gated_norm_kernel[(blocks, value_heads)](
+        o, qkvz, norm_weight, out, tokens, channels, row, eps, D=value_dim, BLOCK_T=_BLOCK_T, num_warps=4
+    )
+    return out
+
+
+def state_blocks(value_dim: int, major: int) -> tuple[int, int, int]:
+    """Columns of the state a program takes, its warps and stages, for a card of compute capability `major`.x.
+
+    Not tuned on a card yet; chosen so that nothing spills and 99 KB of shared memory suffice (test_compile.py).
+    """
+    block_v = min(32, value_dim)
+    return (block_v, 4, 2) if major == 9 else (block_v, 8, 1)

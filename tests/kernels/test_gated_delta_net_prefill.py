@@ -1,0 +1,143 @@
+"""kernels/gated_delta_net_prefill.py: many tokens at once against the reference, which takes them one by one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localchat.kernels.gated_delta_net import gated_delta_net_decode, gated_delta_net_reference
+from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
+
+Relative = Callable[[Tensor, Tensor], float]
+DeltaNet = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("nan_filled")
+# The operands of the products have 11 bits, each rounding of which is an error of 2e-4; there are seven in a chain.
+BOUND = 8e-4
+# Where keys repeat and nothing decays, the state is what a long sum leaves over: still within that of a bf16 output.
+HARD = 2.5e-3
+
+
+def clone(inputs: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """The same arguments with states of their own."""
+    return {**inputs, "conv_state": inputs["conv_state"].clone(), "state": inputs["state"].clone(), **changed}
+
+
+def rows(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """Some of the tokens, with the states of all."""
+    return {**inputs, "qkvz": inputs["qkvz"][start:stop], "ba": inputs["ba"][start:stop]}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dims", "dtype"),
+    [
+        (1, (1, 2), (16, 16), torch.float32),
+        (2, (1, 2), (16, 32), torch.float32),  # one token of the convolution's past stays
+        (3, (2, 2), (32, 16), torch.bfloat16),
+        (63, (1, 1), (16, 16), torch.bfloat16),
+        (64, (2, 6), (16, 32), torch.float32),
+        (130, (1, 2), (16, 64), torch.float32),  # three chunks, two parts of the state
+        (200, (1, 3), (128, 128), torch.bfloat16),  # a key head of qwen3.5-27b
+    ],
+)
+def test_agrees(
+    device: torch.device,
+    delta_net: DeltaNet,
+    relative: Relative,
+    tokens: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    inputs = delta_net(device, tokens, heads, dims, dtype)
+    ours, wanted, rounded = clone(inputs), clone(inputs, qkvz=inputs["qkvz"].float()), clone(inputs)
+    out, exact = gated_delta_net_prefill(**ours), gated_delta_net_reference(**wanted)
+    assert out.dtype == torch.float32
+    assert relative(out, exact) < BOUND
+    assert relative(ours["state"], wanted["state"]) < BOUND
+    assert torch.equal(ours["conv_state"], wanted["conv_state"])
+    in_bf16 = gated_delta_net_prefill(**rounded, dtype=torch.bfloat16)
+    assert torch.equal(in_bf16, out.bfloat16())
+    assert relative(in_bf16, exact) < 2.5e-3
+    assert torch.equal(rounded["state"], ours["state"])
+
+
+def test_columns_of_wider_products(device: torch.device, delta_net: DeltaNet, relative: Relative) -> None:
+    inputs = delta_net(device, 40)
+    ours, wanted = clone(inputs), clone(inputs)
+    for name in ("qkvz", "ba"):
+        ours[name] = torch.cat((inputs[name], torch.full_like(inputs[name], float("nan"))), 1)[
+            :, : inputs[name].shape[1]
+        ]
+    assert relative(gated_delta_net_prefill(**ours), gated_delta_net_reference(**wanted)) < BOUND
+
+
+def test_a_conversation(device: torch.device, delta_net: DeltaNet, relative: Relative) -> None:
+    """Prefill, a few tokens, another prefill, a few more: as if the reference had gone through all of it."""
+    inputs = delta_net(device, 110)
+    ours, wanted = clone(inputs), clone(inputs)
+    exact = gated_delta_net_reference(**wanted)
+    arrivals = torch.zeros(2, dtype=torch.int32, device=device)
+    outs, start = [], 0
+    for stop in (70, 71, 72, 73, 75, 108, 109, 110):
+        if stop - start > 1:
+            outs.append(gated_delta_net_prefill(**rows(ours, start, stop)))
+        else:
+            outs.append(gated_delta_net_decode(**rows(ours, start, stop), arrivals=arrivals))
+        start = stop
+    assert relative(torch.cat(outs), exact) < BOUND
+    assert relative(outs[-1], exact[-1:]) < BOUND
+    assert relative(ours["state"], wanted["state"]) < BOUND
+    assert torch.equal(ours["conv_state"], wanted["conv_state"])
+
+
+@pytest.mark.parametrize("values", [1e-6, 1e5])
+@pytest.mark.parametrize("case", ["same keys", "wild gates", "first state", "one loud token"])
+def test_hard_inputs(device: torch.device, delta_net: DeltaNet, relative: Relative, case: str, values: float) -> None:
+    """A power series of the triangle would overflow on repeated keys, quotients of decays on wild gates; fp16 ends at
+    65,504 and has no precision below 1e-5."""
+    inputs = delta_net(device, 150, (1, 2), (32, 32))
+    conv, ba = inputs["conv_weight"], inputs["ba"]
+    conv[64:128] *= values  # the channels of v
+    inputs["state"] *= values
+    inputs["eps"] *= values**2  # the norm hides nothing of it, and does not blow up what the gates have shut
+    if case == "same keys":
+        inputs["qkvz"][:, :64] = inputs["qkvz"][0, :64]
+        inputs["conv_state"][:64] = inputs["qkvz"][0, :64, None]
+        ba[:, :2] = 20.0  # beta is 1
+        inputs["A_log"] -= 9
+    elif case == "wild gates":
+        ba *= 60
+    elif case == "first state":
+        inputs["state"] *= 1e3
+    else:
+        inputs["qkvz"][70, 64:128] *= 1e3
+    ours, wanted = clone(inputs), clone(inputs)
+    out, exact = gated_delta_net_prefill(**ours), gated_delta_net_reference(**wanted)
+    assert relative(out, exact) < HARD
+    assert relative(ours["state"], wanted["state"]) < HARD
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 300, 2048])
+def test_agrees_at_the_real_size(card: torch.device, delta_net: DeltaNet, relative: Relative, tokens: int) -> None:
+    """Qwen3.5-27B."""
+    inputs = delta_net(card, tokens, (16, 48), (128, 128), torch.bfloat16)
+    ours, again, wanted = clone(inputs), clone(inputs), clone(inputs, qkvz=inputs["qkvz"].float())
+    out, exact = gated_delta_net_prefill(**ours), gated_delta_net_reference(**wanted)
+    assert relative(out, exact) < BOUND
+    assert relative(ours["state"], wanted["state"]) < BOUND
+    assert torch.equal(ours["conv_state"], wanted["conv_state"])
+    assert torch.equal(out, gated_delta_net_prefill(**again))
+    assert torch.equal(ours["state"], again["state"])
+
+
+def test_refusals(delta_net: DeltaNet) -> None:
+    inputs = delta_net(torch.device("cpu"), 3)
+    with pytest.raises(ValueError, match=r"gated_delta_net_prefill: got dtype torch\.float16"):
+        gated_delta_net_prefill(**inputs, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"gated_delta_net_prefill: ba: got float32 \[2, 12\]"):
+        gated_delta_net_prefill(**{**inputs, "ba": inputs["ba"][:2]})
+    with pytest.raises(ValueError, match=r"gated_delta_net_prefill: qkvz: got .*not contiguous"):
+        gated_delta_net_prefill(**{**inputs, "qkvz": torch.zeros(3, 896)[:, ::2]})

@@ -1,0 +1,73 @@
+"""cuda_ops.py: the table takes a product apart and chooses kernels as the references do. Runs in the interpreter."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localchat.cuda_ops import CudaOps
+from localchat.kernels.attention import attention_reference
+from localchat.kernels.gated_delta_net import gated_delta_net_reference
+from localchat.kernels.rope_kv_write import rope_kv_write_reference
+from localchat.rope import Rotary, rotary
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> CudaOps:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled for the card in this process (-m gpu)")
+    card = SimpleNamespace(multi_processor_count=6)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    torch.manual_seed(0)
+    return CudaOps(torch.device("cpu"))
+
+
+def relative(out: Tensor, wanted: Tensor) -> float:
+    return float((out.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("gated", [False, True])
+def test_attention(ops: CudaOps, tokens: int, gated: bool) -> None:
+    """qkv is queries, keys, values and, if the layer is gated, as many columns again as there are queries."""
+    q_heads, kv_heads, head_dim, length = 4, 2, 32, 9
+    norm: Any = SimpleNamespace(weight=torch.randn(head_dim), eps=1e-6)
+    qkv = torch.randn(tokens, ((1 + gated) * q_heads + 2 * kv_heads) * head_dim)
+    caches = [torch.randn(kv_heads, 12, head_dim) for _ in range(2)]
+    rope: Rotary = rotary(torch.arange(length - tokens, length), torch.rand(4), 1.0)  # 8 of 32 dimensions turn
+    wanted_caches = [cache.clone() for cache in caches]
+    rows = (q_heads + 2 * kv_heads) * head_dim
+    q = rope_kv_write_reference(
+        qkv[:, :rows], norm.weight, norm.weight, 1e-6, rope.cos, rope.sin, rope.positions, *wanted_caches
+    )
+    wanted = attention_reference(q, *wanted_caches, rope.positions, gate=qkv[:, rows:] if gated else None)
+    out = ops.attention(qkv, norm, norm, rope, (caches[0], caches[1]), gated=gated)
+    assert relative(out, wanted) < 1e-6
+    assert relative(caches[0], wanted_caches[0]) < 1e-6
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float32), (2, torch.float32), (40, torch.bfloat16)])
+def test_gated_delta_net(ops: CudaOps, tokens: int, dtype: torch.dtype) -> None:
+    """One token, a few, and so many that the product behind takes bf16; twice, so that nothing is left over between."""
+    key_heads, value_heads, dim = 2, 4, 16
+    channels, values = (2 * key_heads + value_heads) * dim, value_heads * dim
+    mixer: Any = SimpleNamespace(
+        conv1d=SimpleNamespace(weight=torch.randn(channels, 4)),
+        A_log=torch.randn(value_heads),
+        dt_bias=torch.randn(value_heads),
+        norm=SimpleNamespace(weight=torch.randn(dim), eps=1e-6),
+    )
+    cache = torch.randn(channels, 3), torch.randn(value_heads, dim, dim)
+    wanted_cache = cache[0].clone(), cache[1].clone()
+    for _ in range(2):
+        qkvz, ba = torch.randn(tokens, channels + values), torch.randn(tokens, 2 * value_heads)
+        out = ops.gated_delta_net(qkvz, ba, mixer, cache)
+        weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
+        wanted = gated_delta_net_reference(qkvz, ba, *weights, 1e-6, *wanted_cache)
+        assert out.dtype == dtype
+        assert relative(out, wanted) < (1e-3 if dtype == torch.float32 else 5e-3)  # the interpreter cuts bits off
+        assert relative(cache[1], wanted_cache[1]) < 1e-3
+        assert torch.equal(cache[0], wanted_cache[0])
