@@ -116,6 +116,8 @@ def _tensor_format(raw: Mapping[str, Any]) -> TensorFormat:
 class ModelConfig:
     """The shape of a dense decoder. Sizes are counts of elements; `head_dim` is per head.
 
+    layer_types: the mixer of each layer, "full_attention" or "linear_attention" (a gated delta net, which the `linear_*`
+    fields describe).
     `quantization` is None for a checkpoint that was not packed by this program; `foreign_quantization` then
     holds another tool's quantization_config, if there is one, for the reader that converts it.
     """
@@ -136,6 +138,12 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    layer_types: tuple[str, ...] = ()
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
     quantization: QuantizationConfig | None = None
     foreign_quantization: Mapping[str, Any] | None = None
 
@@ -148,6 +156,16 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Rows of the key part, and of the value part, of qkv_proj."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def linear_value_size(self) -> int:
+        """Features of a gated delta net between its two projections."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of a gated delta net's convolution: queries and keys of the key heads, values of the value heads."""
+        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.linear_value_size
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -176,11 +194,12 @@ class ModelConfig:
         if not isinstance(quantization, Mapping | None):
             raise BadCheckpoint(f"config.json: quantization_config is {quantization!r}, wanted an object.")
         max_position = _count(text, "max_position_embeddings")
+        layers = _count(text, "num_hidden_layers", most=_MOST_LAYERS)
         return cls(
             model_type=model_type,
             hidden_size=_count(text, "hidden_size"),
             intermediate_size=_count(text, "intermediate_size"),
-            num_hidden_layers=_count(text, "num_hidden_layers", most=_MOST_LAYERS),
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
@@ -193,6 +212,7 @@ class ModelConfig:
             qkv_bias=qwen2 or attention_bias,
             o_bias=attention_bias and not qwen2,
             mlp_bias=_flag(text, "mlp_bias") and model_type == "llama",
+            layer_types=("full_attention",) * layers,
             quantization=QuantizationConfig.from_dict(quantization) if _is_ours(quantization) else None,
             foreign_quantization=None if _is_ours(quantization) else quantization or None,
         )
