@@ -116,8 +116,8 @@ def _tensor_format(raw: Mapping[str, Any]) -> TensorFormat:
 class ModelConfig:
     """The shape of a dense decoder. Sizes are counts of elements; `head_dim` is per head.
 
-    layer_types: the mixer of each layer, "full_attention" or "linear_attention" (a gated delta net, which the `linear_*`
-    fields describe).
+    layer_types: the mixer of each layer, "full_attention" or "linear_attention" (a gated delta net, which the
+    `linear_*` fields describe).
     `quantization` is None for a checkpoint that was not packed by this program; `foreign_quantization` then
     holds another tool's quantization_config, if there is one, for the reader that converts it.
     """
