@@ -189,5 +189,5 @@ def _host_like(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if not tensors:
         return ()
     sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors]
-    parts = host_bytes(sum(sizes), tensors[0].device).split(sizes)
+    parts = torch.split(host_bytes(sum(sizes), tensors[0].device), sizes)
     return tuple(part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True))

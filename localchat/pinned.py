@@ -24,7 +24,7 @@ def host_bytes(nbytes: int, device: torch.device) -> Tensor:
         raise MemoryError(f"host_bytes: got no {nbytes:,} bytes of memory ({error})") from error
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
-        cudart = torch.cuda.cudart()
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         fault = int(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if fault:
             raise MemoryError(f"host_bytes: the driver does not pin {nbytes:,} bytes (CUDA error {fault})")

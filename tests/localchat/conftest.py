@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -98,6 +99,21 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 continue
             made[key] = packed
         return made[key]
+
+    return make
+
+
+@pytest.fixture
+def opening(scripted: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """opening("hm", "</think>", "yes"): a scripted model whose template opens the thought, as Qwen3.5's does."""
+
+    def make(*says: str) -> Path:
+        folder = shutil.copytree(scripted("<think>", *says), tmp_path / "opening")
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text())
+        config["chat_template"] = config["chat_template"].replace("<|go|>", "<|go|><think>")
+        path.write_text(json.dumps(config))
+        return folder
 
     return make
 
@@ -214,12 +230,12 @@ def hybrid() -> Any:
     from localchat.ops import ReferenceOps
 
     size, heads, dim = 32, 4, 8
-    raw = {"model_type": "llama", "hidden_size": size, "intermediate_size": size, "num_hidden_layers": 8}
+    raw = {"model_type": "llama", "hidden_size": size, "intermediate_size": size, "num_hidden_layers": 4}
     raw |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 280}
     raw |= {"max_position_embeddings": 1 << 16}
     config = replace(
         ModelConfig.from_dict(raw),
-        layer_types=(*["linear_attention"] * 3, "full_attention") * 2,
+        layer_types=(*["linear_attention"] * 3, "full_attention"),
         linear_num_key_heads=heads,
         linear_num_value_heads=heads,
         linear_key_head_dim=dim,
@@ -236,7 +252,7 @@ def hybrid() -> Any:
             self.config, self.ops, self.device = config, ReferenceOps(), torch.device("cpu")
             self.ops.prefill_chunk = 32
             self._embedding = weights(280, size) * size**0.5
-            self._layers = [(weights(3 * size, size), weights(3 * size, 4), weights(2, heads, size)) for _ in range(8)]
+            self._layers = [(weights(3 * size, size), weights(3 * size, 4), weights(2, heads, size)) for _ in range(4)]
 
         def __call__(self, ids: Any, positions: Any, cache: Any) -> Any:
             x = self._embedding[ids]
@@ -255,17 +271,18 @@ def hybrid() -> Any:
 
         def _delta(self, x: Any, layer: Any, positions: Any, cache: Any) -> Any:
             (project, convolution, gates), (window, state) = layer, cache
+            inputs = torch.cat((window, (x @ project.T).T), dim=1)
+            window.copy_(inputs[:, len(x) :])
+            mixed = (inputs.unfold(1, 4, 1) * convolution[:, None]).sum(-1).T
+            q, k, v = torch.nn.functional.silu(mixed).view(len(x), 3, heads, dim).unbind(1)
+            k = torch.nn.functional.normalize(k, dim=-1)
+            decay, beta = torch.sigmoid(x @ gates.transpose(1, 2))[..., None]
             out = []
-            for row in x:
-                inputs = torch.cat((window, (project @ row)[:, None]), dim=1)
-                window.copy_(inputs[:, 1:])
-                q, k, v = torch.nn.functional.silu((inputs * convolution).sum(1)).view(3, heads, dim)
-                k = torch.nn.functional.normalize(k, dim=-1)
-                decay, beta = torch.sigmoid(gates @ row)
-                state.mul_(decay[:, None, None])
-                error = beta[:, None] * (v - torch.einsum("hk,hkv->hv", k, state))
-                state.add_(k[:, :, None] * error[:, None, :])
-                out.append(torch.einsum("hk,hkv->hv", q, state).flatten())
+            for t in range(len(x)):
+                state.mul_(decay[t, ..., None])
+                error = beta[t] * (v[t] - (k[t, :, None] @ state)[:, 0])
+                state.add_(k[t, :, :, None] * error[:, None])
+                out.append((q[t, :, None] @ state).flatten())
             return torch.stack(out)
 
     return Hybrid()
