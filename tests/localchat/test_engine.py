@@ -260,15 +260,17 @@ def test_a_step_broken_off_falls_back_to_a_snapshot(
 ) -> None:
     engine, back = recurrent.engine, boundary or 0
     recurrent.prefill(0, 100, boundary)
-    target, name = (engine.cache, "append") if moment == "append" else (type(hybrid), "_attend")
-    original = getattr(target, name)
+    name = "append" if moment == "append" else "layer"
+    original = getattr(engine.cache, name)
 
-    def interrupted(*arguments: Any) -> Any:  # the layers before attention have changed their states by then
-        original(*arguments)
-        raise KeyboardInterrupt
+    def interrupted(argument: int) -> Any:  # at the last layer, when the ones before have changed their states
+        result = original(argument)
+        if name == "append" or argument == len(hybrid.config.layer_types) - 1:
+            raise KeyboardInterrupt
+        return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(target, name, interrupted)
+        patch.setattr(engine.cache, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             recurrent.prefill(100, 120)
     assert engine.ids == recurrent.ids[:back]
