@@ -1,62 +1,90 @@
 """The memory of one conversation: what every layer keeps of the tokens it has seen.
 
 A cache has a `length`, can be cut back (`truncate`), and can return to an earlier state (`snapshot`, `restore`).
-Turn reuse, undo and retry stand on these four and on nothing else. Attention keeps keys and values and can be cut
-anywhere; a recurrent layer cannot be cut and will copy its state into the snapshot instead.
+Turn reuse, undo and retry stand on these four and on nothing else. Attention keeps keys and values, a row for each
+token, and can be cut anywhere. A gated delta net keeps a state of fixed size that every token changes for good: it
+cannot be cut, so its snapshots are copies.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from localchat.config import ModelConfig
+from localchat.pinned import host_bytes
+
+_ALIGNMENT = 64  # bytes, where one tensor begins behind another in one piece of memory
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """A state to return to. Keys and values are append-only, so a length is all that is stored."""
+    """A state to return to: a length, and copies of the recurrent states in host memory.
+
+    Keys and values are append-only, so of them the length is all that is stored.
+    """
 
     length: int
+    states: tuple[Tensor, ...] = ()
     valid: bool = True
 
 
 class KVCache:
-    """Preallocated keys and values of the attention layers: [layers, kv_heads, max_length, head_dim] each.
+    """Preallocated keys and values of the attention layers, and the states of the gated delta net layers.
 
-    Memory is taken once. `length` tokens are valid; a forward writes behind them and then calls `append`. A gated delta
-    net layer has a recurrent state instead: the last inputs of its convolution [layers, C, 3], oldest first, and a
-    matrix per value head, fp32 [layers, nv, dk, dv].
+    keys, values: [attention layers, kv_heads, max_length, head_dim]. recurrent: the convolution's last inputs
+    [linear layers, C, kernel - 1] in `dtype`, oldest first, and the states fp32 [linear layers, value heads, key dim,
+    value dim]; () where all layers are attention. Memory is taken once and stays where it is.
+
+    `length` tokens are valid. A forward writes behind them and changes the states in place; `begin` comes before it
+    and `append` after it. In between the states belong to no length.
     """
 
     def __init__(self, config: ModelConfig, max_length: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        kinds = config.layer_types
-        self._places = [(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
-        shape = (kinds.count("full_attention"), config.num_key_value_heads, max_length, config.head_dim)
+        linear = config.layer_types.count("linear_attention")
+        attention = len(config.layer_types) - linear
+        shape = (attention, config.num_key_value_heads, max_length, config.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        linear, past = kinds.count("linear_attention"), max(0, config.linear_conv_kernel_dim - 1)
-        heads = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
-        self.conv_states = torch.zeros(linear, config.conv_channels, past, dtype=dtype, device=device)
-        self.states = torch.zeros(linear, *heads, dtype=torch.float32, device=device)
+        self.recurrent = _zero_states(config, linear, dtype, device) if linear else ()
+        attention_layers = iter(zip(self.keys, self.values, strict=True))
+        linear_layers = iter(zip(*self.recurrent, strict=True))
+        self._layers: list[tuple[Tensor, Tensor]] = [
+            next(linear_layers if kind == "linear_attention" else attention_layers) for kind in config.layer_types
+        ]
         self.max_length = max_length
         self.length = 0
+        self._whole = True  # the recurrent states are those of `length` tokens
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved for keys, values and recurrent states."""
-        return self.keys.nbytes + self.values.nbytes + self.conv_states.nbytes + self.states.nbytes
+        """Bytes reserved for keys, values and states."""
+        return self.keys.nbytes + self.values.nbytes + self.snapshot_nbytes
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """Bytes of host memory that one snapshot takes: 0 where all layers are attention."""
+        return sum(state.nbytes for state in self.recurrent)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of an attention layer, [kv_heads, max_length, head_dim]; of a gated delta net its
-        convolution's state [C, 3] and its recurrent state fp32 [nv, dk, dv].
+        """What one layer keeps.
+
+        Of attention: keys and values [kv_heads, max_length, head_dim]. Of a gated delta net: the convolution's last
+        inputs [C, kernel - 1] and the state fp32 [value heads, key dim, value dim].
         """
-        kind, place = self._places[index]
-        if kind == "linear_attention":
-            return self.conv_states[place], self.states[place]
-        return self.keys[place], self.values[place]
+        return self._layers[index]
+
+    def is_at(self, length: int) -> bool:
+        """Whether this is the state after exactly `length` tokens."""
+        return self._whole and self.length == length
+
+    def begin(self) -> None:
+        """Declare that a forward is about to change the states."""
+        self._whole = False
 
     def append(self, tokens: int) -> None:
         """Declare `tokens` more rows valid, after every layer has written them.
@@ -67,36 +95,99 @@ class KVCache:
         if self.length + tokens > self.max_length:
             raise ValueError(f"KVCache.append: got {self.length} + {tokens} tokens, wanted at most {self.max_length}")
         self.length += tokens
+        self._whole = True
 
     def truncate(self, length: int) -> None:
         """Forget everything behind the first `length` tokens; snapshots taken behind them become invalid.
 
+        With recurrent layers the only lengths to go to without a snapshot are 0 and the present one.
+
         Raises:
-            ValueError: length is negative or beyond the current one, or neither and there are recurrent states.
+            ValueError: length is negative, beyond the current one, or one that a recurrent state cannot be cut to.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"KVCache.truncate: got length {length}, wanted 0..{self.length}")
-        if self.states.shape[0] and length not in (0, self.length):
-            raise ValueError(f"KVCache.truncate: got length {length}, but a recurrent state cannot be cut")
-        if length == 0:
-            self.conv_states.zero_()
-            self.states.zero_()
-        self.length = length
-        for snapshot in self._snapshots:
-            snapshot.valid &= snapshot.length <= length
+        if self.is_at(length):
+            return
+        if self.recurrent:
+            if length:
+                now = self.length if self._whole else "a step that was broken off"
+                raise ValueError(
+                    f"KVCache.truncate: got length {length}, wanted 0 or a restore: the states are at {now}"
+                )
+            self._whole = False
+            for state in self.recurrent:
+                state.zero_()
+        self._shorten(length)
 
-    def snapshot(self) -> Snapshot:
-        """The current state, to `restore` later. Costs nothing."""
-        snapshot = Snapshot(self.length)
+    @torch.inference_mode()
+    def snapshot(self, reuse: Snapshot | None = None) -> Snapshot:
+        """The current state, to `restore` later. Costs nothing where all layers are attention.
+
+        `reuse`: a snapshot that is given up for it, whose memory the new one takes.
+
+        Raises:
+            ValueError: a forward was begun and did not end.
+            MemoryError: the host has no memory for the copy.
+        """
+        if self.recurrent and not self._whole:
+            raise ValueError("KVCache.snapshot: got the states of a step that was broken off, wanted whole ones")
+        states = _host_like(self.recurrent) if reuse is None else reuse.states
+        if reuse is not None:
+            reuse.valid, reuse.states = False, ()
+        for copy, state in zip(states, self.recurrent, strict=True):
+            copy.copy_(state, non_blocking=True)  # in the order of the stream, as whatever reads or changes it later
+        snapshot = Snapshot(self.length, states)
         self._snapshots.add(snapshot)
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to the state of `snapshot`.
+        """Return to the state of `snapshot`; the states stay at their addresses.
 
         Raises:
             ValueError: the cache was cut below the snapshot since it was taken.
         """
         if not snapshot.valid:
             raise ValueError(f"KVCache.restore: the cache was cut below the snapshot's length {snapshot.length}")
-        self.truncate(snapshot.length)
+        self._whole = False
+        for state, copy in zip(self.recurrent, snapshot.states, strict=True):
+            state.copy_(copy, non_blocking=True)
+        self._shorten(snapshot.length)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Forwards may run inside that are not meant to count: afterwards the states are what they were.
+
+        Rows of attention behind `length` are not brought back.
+        """
+        before = self.snapshot()
+        self.begin()
+        try:
+            yield
+        finally:
+            self.restore(before)
+
+    def _shorten(self, length: int) -> None:
+        self.length = length
+        self._whole = True
+        for snapshot in self._snapshots:
+            snapshot.valid &= snapshot.length <= length
+
+
+def _zero_states(config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The states of `layers` gated delta net layers before the first token; the one place that knows their layout."""
+    convolution = (layers, config.conv_channels, config.linear_conv_kernel_dim - 1)
+    state = (layers, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    return (
+        torch.zeros(convolution, dtype=dtype, device=device),
+        torch.zeros(state, dtype=torch.float32, device=device),
+    )
+
+
+def _host_like(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Uninitialised host memory of these shapes and dtypes, in one piece."""
+    if not tensors:
+        return ()
+    sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors]
+    parts = torch.split(host_bytes(sum(sizes), tensors[0].device), sizes)
+    return tuple(part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True))

@@ -3,6 +3,9 @@
 This is the loop that the program is about. A turn renders the whole conversation with the model's template, finds
 how much of it the cache holds already, prefills the rest and generates; ids become text one by one (reply_text.py).
 It knows neither tensors nor the terminal: the engine takes and gives ids, and whoever shows the text reads Chunks.
+
+A model with recurrent layers goes back only to where a snapshot was taken. The next turn renders this one as history,
+without the thought and without what opened it, so the snapshot belongs where the two renderings part.
 """
 
 import time
@@ -10,17 +13,24 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from localchat.errors import InputTooLong, UsageError
+from localchat.errors import InputTooLong, UsageError, UserError
 from localchat.reply_text import ReplyText
 from localchat.stats import Stats
 
 if TYPE_CHECKING:  # so that importing this file loads neither torch nor jinja2
     from localchat.sampling import Sampling
     from localchat.template import ChatTemplate
-    from localchat.tokenizer import Tokenizer
+    from localchat.tokenizer import Segment, Tokenizer
 
 Kind = Literal["prefill", "thought", "answer", "end"]
 FinishReason = Literal["stop", "length", "context"]
+
+# An answer that stands for the one to come, as plain as answers begin, without and with a thought before it.
+_PLACEHOLDER = "x"
+_PLACEHOLDER_ANSWERS: tuple[dict[str, Any], ...] = (
+    {"role": "assistant", "content": _PLACEHOLDER},
+    {"role": "assistant", "content": _PLACEHOLDER, "reasoning_content": _PLACEHOLDER},
+)
 
 
 class Engine(Protocol):
@@ -30,11 +40,15 @@ class Engine(Protocol):
     max_length: int
     tokens_forwarded: int
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether `rewind` reaches only the start and where `prefill` was told to keep a snapshot."""
+
     def rewind(self, length: int) -> int:
         """Go back to at most `length` ids and return how many are left."""
 
-    def prefill(self, ids: Sequence[int]) -> Iterator[int]:
-        """Append `ids` in chunks, yielding the number done."""
+    def prefill(self, ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
+        """Append `ids` in chunks, yielding the number done; keep the state of the first `snapshot_at` ids in all."""
 
     def generate(self, sampling: "Sampling", stop_ids: Collection[int], max_tokens: int) -> Iterator[int]:
         """Draw ids, up to and with the first stop id."""
@@ -84,10 +98,26 @@ class Chat:
         self.stop = tuple(stop)
         self.template_variables = dict(template_variables or {})
         self.messages: list[dict[str, Any]] = []
+        self._boundaries: list[int] = []  # where snapshots were taken of what the engine holds
 
     def clear(self) -> None:
         """Forget all turns; the system prompt stays."""
         self.messages.clear()
+
+    def undo(self, turns: int = 1) -> list[dict[str, Any]]:
+        """Take back the last `turns` turns and return their messages, the user's first.
+
+        Raises:
+            UsageError: there are not so many.
+        """
+        starts = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
+        if not starts:
+            raise UsageError("there is no turn to take back.")
+        if not 1 <= turns <= len(starts):
+            raise UsageError(f"the conversation has {len(starts)} turn(s), so {turns} cannot be taken back.")
+        undone = self.messages[starts[-turns] :]
+        del self.messages[starts[-turns] :]
+        return undone
 
     def reply(self, text: str) -> Iterator[Chunk]:
         """One turn. What `text` and the answer add to `messages` depends on how the iteration ends:
@@ -104,7 +134,7 @@ class Chat:
             raise UsageError("the prompt is empty: write something to answer.")
         started, turn_start = time.perf_counter(), len(self.messages)
         message = {"role": "user", "content": text}
-        turn = _Turn(self.engine, self._render([*self.messages, message]), started)
+        turn = self._turn([*self.messages, message], started)
         answer = ReplyText(self.tokenizer, turn.prompt, self.stop)
         answered = None
         self.messages.append(message)
@@ -123,26 +153,60 @@ class Chat:
                 self.messages.append(answered)
         yield Chunk("end", "", turn.stats(), finish_reason, in_thought=answer.kind == "thought")
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The conversation as ids, ready to be answered."""
+    def _turn(self, messages: Sequence[dict[str, Any]], started: float) -> "_Turn":
+        """The turn that answers the last of `messages`."""
+        rendered = self._render(messages)
+        prompt = self.tokenizer.encode(rendered)
+        if len(prompt) >= self.engine.max_length:
+            raise InputTooLong(
+                f"the conversation has {len(prompt):,} tokens and the context holds {self.engine.max_length:,} with "
+                "the answer: shorten it, clear the conversation, or enlarge the context."
+            )
+        boundary = self._boundary(messages, rendered, prompt) if self.engine.recurrent else None
+        return _Turn(self.engine, prompt, boundary, started)
+
+    def _render(self, messages: Sequence[dict[str, Any]], *, open: bool = True) -> "list[Segment]":
+        """The conversation as the template writes it, `open` to be answered."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         turns = [{key: value for key, value in m.items() if key != "interrupted"} for m in messages]
-        rendered = self.template.render(system + turns, add_generation_prompt=True, **self.template_variables)
-        ids = self.tokenizer.encode(rendered)
-        if len(ids) >= self.engine.max_length:
-            raise InputTooLong(
-                f"the conversation has {len(ids):,} tokens and the context holds {self.engine.max_length:,} with the "
-                "answer: shorten it, clear the conversation, or enlarge the context."
-            )
-        return ids
+        return self.template.render(system + turns, add_generation_prompt=open, **self.template_variables)
+
+    def _boundary(self, messages: Sequence[dict[str, Any]], rendered: "list[Segment]", prompt: list[int]) -> int:
+        """How much of `prompt` (all but one token at most) later turns will begin with, whatever the answer is.
+
+        That is what it has in common with the same conversation one turn later. How the template writes an answer
+        may depend on its thought, so the rendering that parts from the prompt first counts. A template that refuses
+        these conversations still renders this one without its opening.
+        """
+        asked = {"role": "user", "content": _PLACEHOLDER}
+        later = [self._render_or_none([*messages, answer, asked], open=True) for answer in _PLACEHOLDER_ANSWERS]
+        histories = [h for h in later if h is not None] or [self._render_or_none(messages, open=False) or []]
+        nearest = histories[0]
+        if any(history != nearest for history in histories):
+            text = _text(rendered)
+            nearest = min(histories, key=lambda history: _common_prefix(text, _text(history)))
+        return min(_common_prefix(prompt, self.tokenizer.encode(nearest)), len(prompt) - 1)
+
+    def _render_or_none(self, messages: Sequence[dict[str, Any]], *, open: bool) -> "list[Segment] | None":
+        try:
+            return self._render(messages, open=open)
+        except UserError:
+            return None
 
     def _prefill(self, turn: "_Turn") -> Iterator[Chunk]:
         """Bring the cache to the prompt: keep the longest common prefix, compute the rest (at least one token)."""
         prefix = _common_prefix(self.engine.ids, turn.prompt)
-        turn.cached = self.engine.rewind(min(prefix, len(turn.prompt) - 1))
-        for _ in self.engine.prefill(turn.prompt[turn.cached :]):
+        reusable = min(prefix, len(turn.prompt) - 1)
+        expected = max((boundary for boundary in self._boundaries if boundary <= reusable), default=0)
+        turn.cached = self.engine.rewind(reusable)
+        turn.reread = max(0, expected - turn.cached)
+        self._boundaries = [boundary for boundary in self._boundaries if boundary <= turn.cached]
+        if turn.boundary is not None:
+            self._boundaries.append(turn.boundary)
+        for _ in self.engine.prefill(turn.prompt[turn.cached :], turn.boundary):
             turn.count_prefilled()
             yield Chunk("prefill", "", turn.stats())
+        turn.cached = len(turn.prompt) - turn.prefilled
 
     def _generate(self, turn: "_Turn", answer: ReplyText) -> Generator[Chunk, None, FinishReason]:
         """Stream the answer's pieces; returns why it ended."""
@@ -167,19 +231,21 @@ class Chat:
 class _Turn:
     """The prompt of one turn and its counters, from which each Chunk gets its Stats."""
 
-    def __init__(self, engine: Engine, prompt: list[int], started: float) -> None:
+    def __init__(self, engine: Engine, prompt: list[int], boundary: int | None, started: float) -> None:
         self.prompt = prompt
+        self.boundary = boundary
         self.cached = 0
+        self.reread = 0
+        self.prefilled = 0
         self.generated = 0
         self._engine = engine
         self._forwarded_before = engine.tokens_forwarded
-        self._prefilled = 0
         self._started = started
         self._prefill_started = self._prefill_ended = self._first_token = time.perf_counter()
 
     def count_prefilled(self) -> None:
         """To be called after each prefilled chunk."""
-        self._prefilled = self._engine.tokens_forwarded - self._forwarded_before
+        self.prefilled = self._engine.tokens_forwarded - self._forwarded_before
         self._prefill_ended = time.perf_counter()
 
     def count_generated(self) -> None:
@@ -194,7 +260,8 @@ class _Turn:
         return Stats(
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached,
-            prefilled_tokens=self._prefilled,
+            prefilled_tokens=self.prefilled,
+            reread_tokens=self.reread,
             generated_tokens=self.generated,
             prefill_seconds=self._prefill_ended - self._prefill_started,
             decode_seconds=time.perf_counter() - self._first_token if decoding else 0.0,
@@ -204,6 +271,10 @@ class _Turn:
         )
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids `a` and `b` have in common from the start."""
+def _common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many ids (or characters) `a` and `b` have in common from the start."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _text(segments: "Sequence[Segment]") -> str:
+    return "".join(segment.text for segment in segments)

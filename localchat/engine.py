@@ -3,9 +3,13 @@
 `prefill` appends ids, `generate` draws new ones, `rewind` goes back. Text, templates and stop strings are none of its
 business, so a test drives it with a few integers. `ids` always says exactly which tokens the cache holds, whenever a
 generator is closed or an exception arrives.
+
+A model with recurrent layers goes back only to where a snapshot was taken, or to the start. A step of it that is
+broken off leaves states of no use, so the conversation falls back to a snapshot then.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,8 +17,10 @@ from torch import Tensor
 from localchat.cache import KVCache
 from localchat.graph import DecodeGraph
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
+from localchat.ledger import SNAPSHOT_BUDGET
 from localchat.model import Model
 from localchat.sampling import Sampling
+from localchat.snapshots import Snapshots
 
 
 class Engine:
@@ -22,18 +28,32 @@ class Engine:
 
     `vocab_size`, where given, is the number of ids the tokenizer knows: padding rows behind it are never drawn.
     `tokens_forwarded` counts every id that a forward has received, which is what turn reuse is measured by.
+    `snapshot_budget` is the host memory, in bytes, that a recurrent model may use for states to return to.
     """
 
-    def __init__(self, model: Model, max_length: int, *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        max_length: int,
+        *,
+        vocab_size: int | None = None,
+        snapshot_budget: int = SNAPSHOT_BUDGET,
+    ) -> None:
         self.model = model
         self.max_length = max_length
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.cache = KVCache(model.config, max_length, dtype=model.ops.cache_dtype, device=model.device)
+        self.snapshots = Snapshots(self.cache, snapshot_budget)
         self.ids: list[int] = []
         self.tokens_forwarded = 0
         self._hidden: Tensor | None = None  # of the last token in the cache, [1, H]
         self._seen = torch.zeros(self.vocab_size, dtype=torch.uint8, device=model.device)
         self._graph = DecodeGraph(model, self.cache, self._seen) if model.device.type == "cuda" else None
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether `rewind` can only go back to a snapshot."""
+        return bool(self.cache.recurrent)
 
     def rewind(self, length: int) -> int:
         """Cut the conversation back to at most `length` tokens and return the length reached.
@@ -41,14 +61,22 @@ class Engine:
         The caller prefills at least one id afterwards: the state behind the last token is not kept.
         """
         length = min(length, len(self.ids))
-        if length < len(self.ids):
-            self._hidden = None
-            del self.ids[length:]
-            self.cache.truncate(length)
-        return length
+        if length == len(self.ids) and self.cache.is_at(length):
+            return length
+        self._hidden = None
+        snapshot = self.snapshots.newest(length) if self.recurrent else None
+        if snapshot is not None:
+            self.cache.restore(snapshot)
+        else:
+            self.cache.truncate(0 if self.recurrent else length)
+        del self.ids[self.cache.length :]
+        return self.cache.length
 
-    def prefill(self, ids: Sequence[int]) -> Iterator[int]:
+    def prefill(self, ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
         """Append `ids` in chunks; yields how many are done after each chunk.
+
+        A recurrent model's state is kept where the conversation is `snapshot_at` tokens long, to rewind there later;
+        others need none and ignore it.
 
         Raises:
             ValueError: the cache has no room for them, or an id is outside the vocabulary.
@@ -57,11 +85,17 @@ class Engine:
             raise ValueError(f"prefill: got {len(ids)} ids behind {len(self.ids)}, wanted at most {self.max_length}")
         if ids and not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
             raise ValueError(f"prefill: got ids {min(ids)}..{max(ids)}, wanted 0..{self.model.config.vocab_size - 1}")
-        size = self.model.ops.prefill_chunk
-        for start in range(0, len(ids), size):
-            chunk = list(ids[start : start + size])
+        done, size = 0, self.model.ops.prefill_chunk
+        while True:
+            to_boundary = snapshot_at - len(self.ids) if snapshot_at is not None and self.recurrent else -1
+            if to_boundary == 0:
+                self.snapshots.take()
+            if done == len(ids):
+                return
+            chunk = list(ids[done : done + (min(size, to_boundary) if to_boundary > 0 else size)])
             self._forward(chunk)
-            yield start + len(chunk)
+            done += len(chunk)
+            yield done
 
     def generate(self, sampling: Sampling, stop_ids: Collection[int], max_tokens: int) -> Iterator[int]:
         """Draw up to `max_tokens` ids, each yielded before it is put into the cache.
@@ -86,29 +120,38 @@ class Engine:
     def decode_one_token(self, token: int, sampling: Sampling) -> int:
         """One step: put `token` into the cache and draw its successor."""
         if self._graph is not None:
-            self.cache.truncate(len(self.ids))
-            self._hidden = None  # it stays inside the graph
-            drawn = self._graph.step(token, len(self.ids), sampling)
-            self._appended([token])
-            return drawn
+            self._graph.capture()
+            with self._step([token]):
+                return self._graph.step(token, len(self.ids), sampling)
         self._seen[token] |= SEEN_IN_CONTEXT | SEEN_IN_REPLY
         self._forward([token])
         return self._sample(sampling)
 
     @torch.inference_mode()
     def _forward(self, ids: list[int]) -> None:
-        # `ids` is what counts: after Ctrl-C in the wrong moment the cache may be longer, but never shorter.
         start, device = len(self.ids), self.model.device
-        self.cache.truncate(start)
-        self._hidden = None
-        positions = torch.arange(start, start + len(ids), device=device)
-        hidden = self.model(torch.tensor(ids, device=device), positions, self.cache)
-        self._appended(ids)
+        with self._step(ids):
+            positions = torch.arange(start, start + len(ids), device=device)
+            hidden = self.model(torch.tensor(ids, device=device), positions, self.cache)
         self._hidden = hidden[-1:]
 
-    def _appended(self, ids: list[int]) -> None:
-        self.cache.append(len(ids))
-        self.ids += ids
+    @contextmanager
+    def _step(self, ids: list[int]) -> Iterator[None]:
+        """A forward of `ids` runs inside: afterwards they are part of the conversation, or it is what it was.
+
+        `ids` is what counts: after Ctrl-C in the wrong moment the cache may be longer, but never shorter. Where that
+        leaves a recurrent state that cannot be cut, the conversation goes back to a snapshot.
+        """
+        self.cache.truncate(len(self.ids))
+        self._hidden = None  # a captured step keeps it to itself
+        self.cache.begin()
+        try:
+            yield
+            self.cache.append(len(ids))
+            self.ids += ids
+        except BaseException:
+            self.rewind(len(self.ids))
+            raise
         self.tokens_forwarded += len(ids)
 
     @torch.inference_mode()

@@ -43,11 +43,21 @@ class DecodeGraph:
         self._set(token, position, sampling)
         return token
 
-    def step(self, token: int, position: int, sampling: "Sampling") -> int:
-        """Forward `token` at `position` and draw its successor."""
+    def capture(self) -> None:
+        """Record the step, once. The cache stays as it is, so this comes before a step begins."""
         if self._graph is None:
             self._graph = self._capture()
+
+    def step(self, token: int, position: int, sampling: "Sampling") -> int:
+        """Forward `token` at `position` and draw its successor.
+
+        Raises:
+            ValueError: there was no `capture` yet.
+        """
+        if self._graph is None:
+            raise ValueError("DecodeGraph.step: got no captured graph, wanted a call of capture first")
         self._set(token, position, sampling)
+        self._now = (-1, -1, sampling)  # whatever interrupts this, the step may have moved them on
         self._graph.replay()
         self._host_drawn.copy_(self._drawn, non_blocking=True)
         torch.cuda.current_stream().synchronize()
@@ -56,16 +66,22 @@ class DecodeGraph:
         return drawn
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """Run the step once, so that every kernel is compiled, and then record it. Cache rows written by that are
-        overwritten by the first real step."""
+        """Run the step once, so that every kernel is compiled, and then record it.
+
+        What the first run did is undone: `seen` and the recurrent states, which it changed in place, are brought back
+        to the same addresses, and the cache rows it wrote are overwritten by the first real step.
+        """
         self._set(0, self._cache.length, None)
         seen = self._seen.clone()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._seen.copy_(seen)
+        with self._cache.preserved():
+            stream.wait_stream(torch.cuda.current_stream())
+            try:
+                with torch.cuda.stream(stream):
+                    self._step()
+            finally:
+                torch.cuda.current_stream().wait_stream(stream)
+                self._seen.copy_(seen)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()

@@ -19,7 +19,7 @@ from localchat.errors import DoesNotFit, UsageError
 from localchat.listing import describe_config, ledger_text
 from localchat.prepare import registry_name, say, size_text
 from localchat.stats import memory_used
-from localchat.statusline import stats_block
+from localchat.statusline import notices, stats_block
 from localchat.stream import Look, console_for, printer_for, stream_reply
 from localchat.template import ChatTemplate
 from localchat.tokenizer import Tokenizer
@@ -124,6 +124,8 @@ def answer(opened: Opened, prompt: str, args: argparse.Namespace) -> int:
         print(stats_block(reply.last.stats, opened.chat.sampling.seed, opened.load_seconds), file=sys.stderr)
     if reply.last is not None and reply.last.finish_reason == "context":
         say("the answer stops here because the context is full")
+    for notice in notices(reply):
+        say(notice)
     return 130 if reply.interrupted else 0
 
 

@@ -1,11 +1,12 @@
 """The slash commands of the chat: text in, text to show out. They are never sent to the model.
 
-`run` returns what is to be printed, or None where the chat is to end; it prints nothing itself.
+`run` returns what is to be printed or done, or None where the chat is to end; it prints nothing itself.
 """
 
 import difflib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from localchat import parameters
 from localchat.chat import Chat
@@ -14,10 +15,14 @@ from localchat.text_safety import one_line, visible
 
 HELP = """\
 /help, /?            this text
+/retry, /regen       answer the last message anew
+/edit                take the last turn back and put its message on the line
+/undo [N]            take back the last turn, or the last N
 /clear               forget the conversation, keep the system prompt
 /set                 the parameters now
 /set NAME VALUE      set a parameter, as in /set temp 0.2
 /set system TEXT     set the system prompt (clears the conversation)
+/set think           ask the model to think first, from the next message on; /set nothink asks it not to
 /show info           the model; also /show parameters, /show system, /show memory
 /bye, /exit, /quit   end the chat, as Ctrl-D does
 
@@ -25,7 +30,7 @@ Enter sends. Alt-Enter, Ctrl-J or a \\ at the end of a line make a new line; so 
 Ctrl-C stops a reply. A message that starts with / is written with //."""
 
 SHOWN = ("info", "parameters", "system", "memory")
-NAMES = ("/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show")
+NAMES = ("/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/retry", "/regen", "/undo", "/edit")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,21 @@ class About:
 
     info: str
     memory: str
+
+
+@dataclass(frozen=True)
+class Retry:
+    """To be done: answer `text` now, in place of the turn `undone`."""
+
+    text: str
+    undone: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """To be done: put `text` on the line."""
+
+    text: str
 
 
 def is_command(text: str) -> bool:
@@ -46,6 +66,11 @@ def unescaped(text: str) -> str:
     return text[1:] if text.startswith("//") else text
 
 
+def escaped(text: str) -> str:
+    """What is typed for a message: the opposite of `unescaped`."""
+    return f"/{text}" if text.startswith("/") else text
+
+
 class SlashCommands:
     """The commands over one chat. `seed_is_fixed` turns true once the user sets a seed."""
 
@@ -53,19 +78,23 @@ class SlashCommands:
         self._chat, self._about = chat, about
         self.seed_is_fixed = seed_is_fixed
 
-    def run(self, text: str) -> str | None:
-        """Do what `text` says and return what to show, or None to leave the chat.
+    def run(self, text: str) -> str | Retry | Edit | None:
+        """Do what `text` says and return what to show or to do, or None to leave the chat.
 
         Raises:
             UsageError: the command, its argument or a value is not understood; nothing has changed.
         """
         name, _, rest = text.strip().partition(" ")
-        commands: dict[str, Callable[[str], str]] = {
+        commands: dict[str, Callable[[str], str | Retry | Edit]] = {
             "/?": self._help,
             "/help": self._help,
             "/clear": self._clear,
             "/set": self._set,
             "/show": self._show,
+            "/retry": self._retry,
+            "/regen": self._retry,
+            "/undo": self._undo,
+            "/edit": self._edit,
         }
         if name in ("/bye", "/exit", "/quit"):
             if rest.strip():
@@ -84,6 +113,25 @@ class SlashCommands:
         self._chat.clear()
         return "cleared"
 
+    def _retry(self, rest: str) -> Retry:
+        undone = self._last_turn("/retry", rest)
+        return Retry(undone[0]["content"], undone)
+
+    def _edit(self, rest: str) -> Edit:
+        return Edit(self._last_turn("/edit", rest)[0]["content"])
+
+    def _last_turn(self, name: str, rest: str) -> list[dict[str, Any]]:
+        if rest:
+            raise UsageError(f"{name} takes no argument.")
+        return self._chat.undo()
+
+    def _undo(self, rest: str) -> str:
+        if rest and not rest.isdecimal():
+            raise UsageError(f"/undo takes a number of turns, not {one_line(rest)!r}.")
+        turns = int(rest or "1")
+        self._chat.undo(turns)
+        return f"took back {'the last turn' if turns == 1 else f'{turns} turns'}"
+
     def _set(self, rest: str) -> str:
         if not rest:
             return self._parameters()
@@ -91,6 +139,9 @@ class SlashCommands:
         value = value.strip()
         if name == "system":
             return self._set_system(value)
+        if name in ("think", "nothink") and not value:
+            self._chat.template_variables["enable_thinking"] = name == "think"
+            return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
         parameter = parameters.find(name)
         if not value:
             raise UsageError(f"/set {parameter.names[0]} needs a value.", f"try: /set {parameter.names[0]} VALUE")
@@ -118,6 +169,8 @@ class SlashCommands:
         for parameter in parameters.PARAMETERS:
             value = values[parameter.field]
             rows.append(f"{parameter.names[0]:<18} {'not set' if value is None else visible(str(value))}")
+        think = {None: "as the model does by itself", True: "on", False: "off"}
+        rows.append(f"{'think':<18} {think[self._chat.template_variables.get('enable_thinking')]}")
         return "\n".join(rows)
 
     def _show(self, rest: str) -> str:

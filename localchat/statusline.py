@@ -37,19 +37,35 @@ def prefill_line(stats: Stats) -> str:
     parts = [f"prefill [{bar:-<{_BAR_WIDTH}}] {100 * done // total} %", f"{done:,}/{total:,} tok"]
     if stats.prefill_rate > 0:
         parts += [f"{stats.prefill_rate:.0f} tok/s", f"{(total - done) / stats.prefill_rate:.0f} s left"]
+    if stats.reread_tokens:
+        parts.append(f"{stats.reread_tokens:,} of them read again")
     return " - ".join(parts)
 
 
 def closing_line(reply: Reply, device: str) -> str:
-    """The line that stays after a reply; says why it ended, unless the model ended it."""
+    """The line that stays after a reply; says how much of the prompt was in the cache, and why the reply ended, unless
+    the model ended it."""
     if reply.last is None:
         return ""
+    stats = reply.last.stats
+    cached = f" - cached {stats.cached_tokens:,}/{stats.prompt_tokens:,}" if stats.cached_tokens else ""
     if reply.interrupted:
         why = " - interrupted"
     else:
         reasons = {"length": " - stopped at the limit of tokens", "context": " - stopped, the context is full"}
         why = reasons.get(reply.last.finish_reason or "", "")
-    return status_line(reply.last.stats, device) + why
+    return status_line(stats, device) + cached + why
+
+
+def notices(reply: Reply) -> list[str]:
+    """What a user should know of a reply beside its numbers, a line each."""
+    lines = []
+    if reply.last is not None and reply.last.stats.reread_tokens:
+        again = f"{reply.last.stats.reread_tokens:,} tokens of earlier turns were read again"
+        lines.append(f"{again}: the state to return to was no longer kept")
+    if reply.last is not None and reply.last.in_thought:
+        lines.append("the reply ended inside its thought, before an answer")
+    return lines
 
 
 def stats_block(stats: Stats, seed: int, load_seconds: float = 0.0) -> str:

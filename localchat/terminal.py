@@ -24,7 +24,7 @@ from localchat import parameters, slash
 from localchat.chat import Chat
 from localchat.errors import UserError
 from localchat.failures import failure_of
-from localchat.statusline import stats_block
+from localchat.statusline import notices, stats_block
 from localchat.stream import Look, printer_for, stream_reply
 from localchat.text_safety import visible
 
@@ -75,12 +75,25 @@ class Repl:
             self._answer(slash.unescaped(text))
             return True
         try:
-            shown = self._commands.run(text)
+            result = self._commands.run(text)
         except UserError as error:
-            shown = str(failure_of(error))
-        if shown is not None:
-            self._say(shown)
-        return shown is not None
+            result = str(failure_of(error))
+        if isinstance(result, slash.Retry):
+            self._retry(result)
+        elif isinstance(result, slash.Edit):
+            self._given_back = slash.escaped(result.text)
+        elif result is not None:
+            self._say(result)
+        return result is not None
+
+    def _retry(self, retry: slash.Retry) -> None:
+        """Answer a message anew; the turn that was taken back for it returns if no new one stays."""
+        turns = len(self._chat.messages)
+        self._answer(retry.text)
+        if len(self._chat.messages) == turns:
+            self._chat.messages += retry.undone
+            self._given_back = ""
+            self._say("the earlier answer stays")
 
     def _answer(self, text: str) -> None:
         """One turn. Whatever goes wrong in it, the chat has rolled it back, and goes on."""
@@ -96,7 +109,9 @@ class Repl:
             self._say(f"{failure_of(error)}\n(the message was not kept: Up brings it back)")
             return
         if reply.interrupted and len(self._chat.messages) == turns:
-            self._given_back = text
+            self._given_back = slash.escaped(text)
+        for notice in notices(reply):
+            self._say(notice)
         if reply.last is not None and self._look.verbose:
             self._say(stats_block(reply.last.stats, self._chat.sampling.seed))
 
@@ -175,7 +190,7 @@ class SlashCompleter(Completer):
         candidates: dict[tuple[str, ...], Iterable[str]] = {
             (): slash.NAMES,
             ("/show",): slash.SHOWN,
-            ("/set",): (*parameters.NAMES, "parameter", "system"),
+            ("/set",): (*parameters.NAMES, "parameter", "system", "think", "nothink"),
             ("/set", "parameter"): parameters.NAMES,
         }
         for name in candidates.get(tuple(before), ()):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -103,6 +104,21 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def opening(scripted: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """opening("hm", "</think>", "yes"): a scripted model whose template opens the thought, as Qwen3.5's does."""
+
+    def make(*says: str) -> Path:
+        folder = shutil.copytree(scripted("<think>", *says), tmp_path / "opening")
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text())
+        config["chat_template"] = config["chat_template"].replace("<|go|>", "<|go|><think>")
+        path.write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+@pytest.fixture
 def environment(_private_home: Path) -> dict[str, str]:
     """The environment of a fresh user with a plain terminal."""
     dropped = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "LOCALCHAT_CACHE")
@@ -197,6 +213,79 @@ def terminal(environment: dict[str, str]) -> Iterator[Callable[..., Terminal]]:
     yield start
     for each in opened:
         each.process.close(force=True)
+
+
+@pytest.fixture(scope="session")
+def hybrid() -> Any:
+    """A small random model with recurrent layers: what an Engine needs of one, for at least 270 ids.
+
+    Three layers of the gated delta rule to one of attention, in fp32, token by token.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from localchat.config import ModelConfig
+    from localchat.kernels.attention import attention_reference
+    from localchat.ops import ReferenceOps
+
+    size, heads, dim = 32, 4, 8
+    raw = {"model_type": "llama", "hidden_size": size, "intermediate_size": size, "num_hidden_layers": 4}
+    raw |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 280}
+    raw |= {"max_position_embeddings": 1 << 16}
+    config = replace(
+        ModelConfig.from_dict(raw),
+        layer_types=(*["linear_attention"] * 3, "full_attention"),
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=dim,
+        linear_value_head_dim=dim,
+        linear_conv_kernel_dim=4,
+    )
+    generator = torch.Generator().manual_seed(7)
+
+    def weights(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    class Hybrid:
+        def __init__(self) -> None:
+            self.config, self.ops, self.device = config, ReferenceOps(), torch.device("cpu")
+            self.ops.prefill_chunk = 32
+            self._embedding = weights(280, size) * size**0.5
+            self._layers = [(weights(3 * size, size), weights(3 * size, 4), weights(2, heads, size)) for _ in range(4)]
+
+        def __call__(self, ids: Any, positions: Any, cache: Any) -> Any:
+            x = self._embedding[ids]
+            for i, kind in enumerate(config.layer_types):
+                mix = self._delta if kind == "linear_attention" else self._attend
+                x = torch.nn.functional.rms_norm(x + mix(x, self._layers[i], positions, cache.layer(i)), (size,))
+            return x
+
+        def logits(self, hidden: Any) -> Any:
+            return hidden @ self._embedding.T
+
+        def _attend(self, x: Any, layer: Any, positions: Any, cache: Any) -> Any:
+            q, k, v = (x @ layer[0].T).view(len(x), 3, heads, dim).unbind(1)
+            cache[0][:, positions], cache[1][:, positions] = k.transpose(0, 1), v.transpose(0, 1)
+            return attention_reference(q, *cache, positions).reshape(len(x), size)
+
+        def _delta(self, x: Any, layer: Any, positions: Any, cache: Any) -> Any:
+            (project, convolution, gates), (window, state) = layer, cache
+            inputs = torch.cat((window, (x @ project.T).T), dim=1)
+            window.copy_(inputs[:, len(x) :])
+            mixed = (inputs.unfold(1, 4, 1) * convolution[:, None]).sum(-1).T
+            q, k, v = torch.nn.functional.silu(mixed).view(len(x), 3, heads, dim).unbind(1)
+            k = torch.nn.functional.normalize(k, dim=-1)
+            decay, beta = torch.sigmoid(x @ gates.transpose(1, 2))[..., None]
+            out = []
+            for t in range(len(x)):
+                state.mul_(decay[t, ..., None])
+                error = beta[t] * (v[t] - (k[t, :, None] @ state)[:, 0])
+                state.add_(k[t, :, :, None] * error[:, None])
+                out.append((q[t, :, None] @ state).flatten())
+            return torch.stack(out)
+
+    return Hybrid()
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """One turn after the other over a scripted engine: what is prefilled, what is shown, and what stays when it breaks."""
 
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,15 +28,23 @@ class ScriptedEngine:
         self.prefilled: list[list[int]] = []
         self.asked: list[tuple[Any, Collection[int], int]] = []
         self.fails_at: int | None = None
-        self.coarse = 1  # rewind lands on a multiple of this, as a recurrent model's snapshots do
+        self.recurrent = False  # then rewind lands on one of `kept`
+        self.kept: list[int] = []
+        self.snapshots_asked: list[int | None] = []
         self._replies = [tokenizer.encode_text(reply) for reply in replies]
 
     def rewind(self, length: int) -> int:
-        length = min(length, len(self.ids)) // self.coarse * self.coarse
+        length = min(length, len(self.ids))
+        if self.recurrent and length < len(self.ids):
+            length = max((kept for kept in self.kept if kept <= length), default=0)
+        self.kept = [kept for kept in self.kept if kept <= length]
         del self.ids[length:]
         return length
 
-    def prefill(self, ids: Sequence[int]) -> Iterator[int]:
+    def prefill(self, ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
+        self.snapshots_asked.append(snapshot_at)
+        if snapshot_at is not None:
+            self.kept.append(snapshot_at)
         self.prefilled.append(list(ids))
         for start in range(0, len(ids), 8):
             self._forward(ids[start : start + 8])
@@ -126,15 +136,6 @@ def test_a_changed_past_is_prefilled_from_where_it_changed(chat_with: Callable[.
     end = list(chat.reply("b"))[-1]
     assert end.stats.cached_tokens == len(chat.engine.prefilled[0]) + 1  # "o"
     assert chat.engine.tokens_forwarded == len(chat.engine.prefilled[0]) + 3 + end.stats.prefilled_tokens + 3
-
-
-def test_a_rewind_that_lands_earlier(chat_with: Callable[..., Chat]) -> None:
-    chat = chat_with("one<|im_end|>", "two<|im_end|>")
-    list(chat.reply("a"))
-    chat.engine.coarse = 16
-    end = list(chat.reply("b"))[-1]
-    assert end.stats.cached_tokens % 16 == 0
-    assert end.stats.cached_tokens + len(chat.engine.prefilled[1]) == end.stats.prompt_tokens
 
 
 def test_a_prompt_that_is_all_cached_still_prefills_one(chat_with: Callable[..., Chat]) -> None:
@@ -344,3 +345,192 @@ def test_assigned_settings_hold_for_the_next_turn(chat_with: Callable[..., Chat]
     chat.sampling, chat.max_tokens, chat.stop = "warm", 99, ("END",)
     assert said(list(chat.reply("q"))) == "abc "
     assert chat.engine.asked[1] == ("warm", chat.tokenizer.stop_ids, 99)
+
+
+# What Qwen3.5's template does: the prompt opens the thought, and history has none.
+THINKING = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + m.reasoning_content | default('') + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content | trim + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+# Past thoughts stay, and a turn without one has an empty block only if the template was told not to think.
+KEEPING = THINKING.replace("and loop.index0 > ns.last", "and m.reasoning_content")
+# Answers come last or not at all.
+REFUSING = THINKING.replace(
+    "{% for m in messages %}{{",
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}{{",
+)
+
+
+@pytest.fixture
+def recurrent_chat(chat_with: Callable[..., Chat]) -> Callable[..., Chat]:
+    """`chat_with` over a model that returns only to where it was told to keep a snapshot."""
+
+    def make(*replies: str, source: str = THINKING, **options: Any) -> Chat:
+        chat = chat_with(*replies, source=source, **options)
+        chat.engine.recurrent = True
+        return chat
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "opening"),
+    [
+        (THINKING, {}, "<think>\n"),
+        (THINKING, {"enable_thinking": False}, "<think>\n\n</think>\n\n"),
+        (KEEPING, {}, "<think>\n"),
+        (THINKING.replace("and loop.index0 > ns.last", ""), {"enable_thinking": False}, "\n</think>\n\n"),
+        (REFUSING, {}, "<|im_start|>assistant\n<think>\n"),
+        (CHATML, {}, "\n"),  # nothing parts; one token has to be computed anyway
+        ("{{ raise_exception('no') if messages | length > 1 or not add_generation_prompt }}" + CHATML, {}, None),
+    ],
+)
+def test_where_the_snapshot_belongs(
+    recurrent_chat: Callable[..., Chat],
+    tiny_tokenizer: Tokenizer,
+    source: str,
+    variables: dict[str, Any],
+    opening: str | None,
+) -> None:
+    chat = recurrent_chat("x<|im_end|>", source=source, template_variables=variables)
+    list(chat.reply("I type <think> and <|im_end|>"))
+    (boundary,) = chat.engine.snapshots_asked
+    rest = chat.engine.prefilled[0][boundary:]
+    assert rest == (tiny_tokenizer.encode_text(opening) if opening else chat.engine.prefilled[0])
+
+
+def test_a_token_that_an_answer_would_change_is_behind_the_boundary(tiny_backend: Any) -> None:
+    """Of "a: " the space becomes one token with the letter behind it."""
+    from tokenizers import models
+
+    state = json.loads(tiny_backend.to_str())["model"]
+    tiny_backend.model = models.BPE({**state["vocab"], "Ġx": 260}, [("l", "l"), ("Ġ", "x")])
+    tokenizer = Tokenizer(tiny_backend)
+    source = "{% for m in messages %}{{ m.role[0] + ': ' + m.content }}{% endfor %}"
+    source += "{{ 'a: <think>' if add_generation_prompt }}"
+    engine = ScriptedEngine(tokenizer, "x")
+    engine.recurrent = True
+    chat = Chat(engine, tokenizer, ChatTemplate(source, tokenizer.added_tokens), "greedy", max_tokens=1)
+    list(chat.reply("qq"))
+    assert tokenizer.decode(engine.prefilled[0][engine.snapshots_asked[0] :]) == " <think>"
+
+
+def test_a_model_that_can_be_cut_is_asked_for_no_snapshot(chat_with: Callable[..., Chat]) -> None:
+    chat = chat_with("x<|im_end|>", source=THINKING)
+    list(chat.reply("q"))
+    assert chat.engine.snapshots_asked == [None]
+
+
+def test_a_turn_prefills_the_stripped_answer_before_it_and_the_message(
+    recurrent_chat: Callable[..., Chat], tiny_tokenizer: Tokenizer
+) -> None:
+    chat = recurrent_chat(*(f"thought {n}</think>\n\nanswer {n}<|im_end|>" for n in range(4)), system="Be brief.")
+    for n in range(4):
+        end = list(chat.reply(f"question {n}"))[-1]
+        prefilled = chat.engine.prefilled[-1]
+        assert end.stats.prefilled_tokens == len(prefilled)
+        assert end.stats.cached_tokens == end.stats.prompt_tokens - len(prefilled)
+        assert end.stats.reread_tokens == 0
+        if n:
+            wanted = (
+                f"answer {n - 1}<|im_end|>\n<|im_start|>user\nquestion {n}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+            )
+            assert prefilled == tiny_tokenizer.encode_text(wanted)
+
+
+def test_retry_and_undo_return_to_the_boundary(recurrent_chat: Callable[..., Chat], tiny_tokenizer: Tokenizer) -> None:
+    chat = recurrent_chat(*(f"</think>answer {n}<|im_end|>" for n in range(6)))
+    for n in range(3):
+        list(chat.reply(f"question {n}"))
+    (message, _) = chat.undo()
+    assert message == {"role": "user", "content": "question 2"}
+    end = list(chat.reply("question 2"))[-1]
+    assert tiny_tokenizer.decode(chat.engine.prefilled[-1]) == "<think>\n"
+    assert end.stats.reread_tokens == 0
+    chat.undo(2)
+    end = list(chat.reply("other"))[-1]
+    assert tiny_tokenizer.decode(chat.engine.prefilled[-1]) == "answer 0\nuser\nother\nassistant\n<think>\n"
+    assert end.stats.reread_tokens == 0
+    chat.messages[0]["content"] = "edited"
+    end = list(chat.reply("more"))[-1]
+    assert (end.stats.cached_tokens, end.stats.reread_tokens) == (0, 0)  # nothing of it was computed before
+
+
+def test_a_snapshot_that_was_dropped_is_told(recurrent_chat: Callable[..., Chat]) -> None:
+    chat = recurrent_chat(*(f"</think>answer {n}<|im_end|>" for n in range(5)))
+    for n in range(4):
+        list(chat.reply(f"question {n}"))
+    kept = list(chat.engine.kept)
+    chat.engine.kept = [kept[0], kept[3]]
+    chat.undo(2)
+    end = list(chat.reply("other"))[-1]
+    assert end.stats.cached_tokens == kept[0]
+    assert end.stats.reread_tokens == kept[1] - kept[0]
+    assert end.stats.prefilled_tokens == end.stats.prompt_tokens - kept[0]
+
+
+def test_a_boundary_of_another_course_is_forgotten(recurrent_chat: Callable[..., Chat]) -> None:
+    chat = recurrent_chat(*(f"</think>answer {n}<|im_end|>" for n in range(4)))
+    for n in range(3):
+        list(chat.reply(f"question {n}"))
+    boundaries = list(chat.engine.kept)
+    chat.undo(2)
+    reply = chat.reply("long " * 40)
+    while len(chat.engine.ids) < boundaries[2] + 20:
+        next(reply)
+    reply.close()
+    start = boundaries[0] + len("answer 0|\n|user\n")
+    end = list(chat.reply(("long " * 40)[: boundaries[2] + 10 - start] + "other"))[-1]  # parts behind the old boundary
+    assert (end.stats.cached_tokens, end.stats.reread_tokens) == (boundaries[0], 0)
+
+
+def test_cached_is_what_the_forward_did_not_receive(
+    recurrent_chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = recurrent_chat("</think>a<|im_end|>")
+    prefill = chat.engine.prefill
+
+    def careless(ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
+        chat.engine.tokens_forwarded += 5
+        return prefill(ids, snapshot_at)
+
+    monkeypatch.setattr(chat.engine, "prefill", careless)
+    assert list(chat.reply("q"))[-1].stats.cached_tokens == -5
+
+
+@pytest.mark.parametrize(("chunks", "kept"), [(1, 8), (2, 16), (3, 0), (7, 0)])
+def test_an_interrupted_prefill_returns_to_the_boundary(
+    recurrent_chat: Callable[..., Chat], chunks: int, kept: int
+) -> None:
+    """While only the answer before it was read, the next turn can go on there."""
+    chat = recurrent_chat(*(f"</think>answer {n}<|im_end|>" for n in range(3)))
+    list(chat.reply("question 0"))
+    (boundary,) = chat.engine.kept
+    reply = chat.reply("a question that takes a while to read")
+    for _ in range(chunks):
+        next(reply)
+    reply.close()
+    end = list(chat.reply("another"))[-1]
+    assert (end.stats.cached_tokens, end.stats.reread_tokens) == (boundary + kept, 0)
+
+
+def test_the_real_template_parts_before_its_think_block(qwen_folder: Path) -> None:
+    tokenizer = Tokenizer.load(qwen_folder)
+    engine = ScriptedEngine(tokenizer, "hm\n</think>\n\nParis.<|im_end|>", "</think>\n\nRome.<|im_end|>")
+    engine.recurrent = True
+    chat = Chat(engine, tokenizer, ChatTemplate.load(qwen_folder, tokenizer), "greedy", system="Be brief.")
+    chunks = list(chat.reply("The capital of France?"))
+    assert (said(chunks, "thought"), said(chunks)) == ("hm\n", "Paris.")
+    assert engine.prefilled[0][engine.snapshots_asked[0] :] == [248068, 198]
+    chat.template_variables["enable_thinking"] = False
+    end = list(chat.reply("And of Italy?"))[-1]
+    opening = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    wanted = f"Paris.<|im_end|>\n<|im_start|>user\nAnd of Italy?<|im_end|>\n{opening}"
+    assert engine.prefilled[1] == tokenizer.encode_text(wanted)
+    assert engine.snapshots_asked[1] == end.stats.prompt_tokens - 4  # the closed block: 248068, 271, 248069, 271

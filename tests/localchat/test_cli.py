@@ -92,6 +92,19 @@ def test_thoughts_do_not_reach_a_pipe(command: Command, scripted: Scripted) -> N
     assert done.stdout == b"yes\n"
 
 
+def test_a_thought_that_the_template_opens_does_not_reach_a_pipe(command: Command, opening: Scripted) -> None:
+    done = command("run", opening("hm", "</think>", "\nyes"), "hi")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"yes\n", b"")
+
+
+def test_a_reply_that_ends_inside_its_thought_is_an_empty_answer_and_says_so(
+    command: Command, opening: Scripted
+) -> None:
+    done = command("run", opening("hm", "</think>", "\nyes"), "-n", "2", "hi")
+    assert (done.returncode, done.stdout) == (0, b"\n")
+    assert done.stderr == b"localchat: the reply ended inside its thought, before an answer\n"
+
+
 def test_verbose_tells_counts_and_seed(command: Command, scripted: Scripted) -> None:
     done = command("run", scripted("abc"), "--verbose", "--seed", "7", "hi")
     assert done.stdout == b"abc\n"

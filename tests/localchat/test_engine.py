@@ -1,5 +1,7 @@
 """The engine over a tiny random model: what the cache holds, what the forward receives, and when a reply ends."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -168,3 +170,147 @@ def test_presence_penalty_counts_the_reply_only(model: Model) -> None:
     out = list(engine.generate(Sampling(temperature=0.0, presence_penalty=100.0), (), 60))
     assert len(set(out)) == 60  # never twice in a reply
     assert set(out) & set(range(50))  # but the prompt's ids are free
+
+
+class Recurrent:
+    """An engine over a model with recurrent layers, with a look at all that its forward leaves behind."""
+
+    def __init__(self, hybrid: Any, **options: Any) -> None:
+        self.engine = Engine(hybrid, 500, **options)
+        self.ids = [(7 * i + i * i // 3) % 260 for i in range(300)]
+
+    def prefill(self, start: int, end: int, snapshot_at: int | None = None) -> list[int]:
+        return list(self.engine.prefill(self.ids[start:end], snapshot_at))
+
+    def state(self) -> list[torch.Tensor]:
+        cache = self.engine.cache
+        rows = [cache.keys[:, :, : cache.length], cache.values[:, :, : cache.length]]
+        return [tensor.clone() for tensor in (*cache.recurrent, *rows)]
+
+
+@pytest.fixture
+def recurrent(hybrid: Any) -> Recurrent:
+    return Recurrent(hybrid)
+
+
+def identical(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_prefill_stops_at_a_boundary_and_rewind_returns_there(recurrent: Recurrent) -> None:
+    engine = recurrent.engine
+    assert recurrent.prefill(0, 100, snapshot_at=50) == [32, 50, 82, 100]
+    assert engine.snapshots.lengths == [50]
+    state, wanted = recurrent.state(), list(engine.generate(GREEDY, (), 30))
+    for _ in range(2):  # snapshot -> continue -> restore -> continue, bit for bit
+        assert engine.rewind(99) == 50
+        assert (engine.ids, engine.cache.length) == (recurrent.ids[:50], 50)
+        recurrent.prefill(50, 100)
+        assert identical(recurrent.state(), state)
+        assert list(engine.generate(GREEDY, (), 30)) == wanted
+
+
+def test_a_restored_state_is_that_of_the_tokens_before_it(recurrent: Recurrent, hybrid: Any) -> None:
+    recurrent.prefill(0, 200, snapshot_at=70)
+    recurrent.engine.rewind(80)
+    fresh = Recurrent(hybrid)
+    fresh.prefill(0, 70)
+    for restored, computed in zip(recurrent.state(), fresh.state(), strict=True):
+        torch.testing.assert_close(restored, computed)
+
+
+def test_a_snapshot_at_the_end_and_at_the_start_of_a_prefill(recurrent: Recurrent) -> None:
+    recurrent.prefill(0, 40, snapshot_at=40)
+    recurrent.prefill(40, 60, snapshot_at=40)
+    recurrent.prefill(60, 80, snapshot_at=60)
+    recurrent.prefill(80, 90, snapshot_at=70)  # too late
+    assert recurrent.engine.snapshots.lengths == [40, 60]
+    assert recurrent.engine.rewind(89) == 60
+
+
+def test_going_on_from_the_end_needs_no_snapshot(recurrent: Recurrent) -> None:
+    recurrent.prefill(0, 40)
+    assert recurrent.engine.rewind(40) == recurrent.engine.rewind(99) == 40
+    assert len(list(recurrent.engine.generate(GREEDY, (), 1))) == 1
+
+
+def test_without_a_snapshot_a_recurrent_model_starts_again(recurrent: Recurrent, hybrid: Any) -> None:
+    recurrent.prefill(0, 100, snapshot_at=50)
+    assert recurrent.engine.rewind(49) == 0
+    assert recurrent.engine.ids == []
+    recurrent.prefill(0, 64)
+    fresh = Recurrent(hybrid)
+    fresh.prefill(0, 64)
+    assert identical(recurrent.state(), fresh.state())
+
+
+def test_a_model_that_can_be_cut_takes_no_snapshots(model: Model) -> None:
+    engine = Engine(model, 1000)
+    ids = [i % 100 for i in range(300)]
+    assert list(engine.prefill(ids, snapshot_at=50)) == [256, 300]
+    assert not engine.recurrent
+    assert engine.snapshots.nbytes == 0
+    assert engine.rewind(77) == 77
+
+
+@pytest.mark.parametrize("boundary", [None, 50])
+@pytest.mark.parametrize("moment", ["forward", "append"])
+def test_a_step_broken_off_falls_back_to_a_snapshot(
+    recurrent: Recurrent, hybrid: Any, monkeypatch: pytest.MonkeyPatch, boundary: int | None, moment: str
+) -> None:
+    engine, back = recurrent.engine, boundary or 0
+    recurrent.prefill(0, 100, boundary)
+    name = "append" if moment == "append" else "layer"
+    original = getattr(engine.cache, name)
+
+    def interrupted(argument: int) -> Any:  # at the last layer, when the ones before have changed their states
+        result = original(argument)
+        if name == "append" or argument == len(hybrid.config.layer_types) - 1:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recurrent.prefill(100, 120)
+    assert engine.ids == recurrent.ids[:back]
+    assert engine.cache.is_at(back)
+    recurrent.prefill(back, 120)
+    undisturbed = Recurrent(hybrid)
+    undisturbed.prefill(0, back)
+    undisturbed.prefill(back, 120)
+    assert identical(recurrent.state(), undisturbed.state())
+
+
+def test_a_fall_back_that_is_interrupted_too_is_made_up_for(
+    recurrent: Recurrent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = recurrent.engine
+    recurrent.prefill(0, 100, 50)
+    state = recurrent.state()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, "append", interrupted)
+        patch.setattr(engine.cache, "restore", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recurrent.prefill(100, 120)
+    with pytest.raises(ValueError, match="broken off"):  # never a reply from a state that is of no use
+        recurrent.prefill(100, 120)
+    assert engine.rewind(100) == 50
+    recurrent.prefill(50, 100)
+    assert identical(recurrent.state(), state)
+
+
+def test_an_interrupted_reply_can_be_returned_from(recurrent: Recurrent) -> None:
+    engine = recurrent.engine
+    recurrent.prefill(0, 100, snapshot_at=98)
+    replies = engine.generate(GREEDY, (), 50)
+    said = [next(replies) for _ in range(10)]
+    replies.close()
+    assert engine.ids == recurrent.ids[:100] + said[:-1]
+    assert engine.rewind(99) == 98
+    recurrent.prefill(98, 100)
+    assert list(engine.generate(GREEDY, (), 10)) == said

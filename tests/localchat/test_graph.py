@@ -96,3 +96,26 @@ def test_running_out_of_memory_ends_the_turn_only(model: Model) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert engine.ids == []
     assert reply(engine, PROMPT, GREEDY, 10) == wanted
+
+
+def test_a_recurrent_state_survives_the_capture_and_comes_back_from_host_memory() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA card")
+    hybrid = synthetic_model(MODELS["qwen3.5-0.8b"], "cuda")
+    engine, plain = Engine(hybrid, 200), Engine(hybrid, 200)
+    for each in (engine, plain):
+        for _ in each.prefill(PROMPT, snapshot_at=80):
+            continue
+    captured = list(engine.generate(GREEDY, (), 40))  # the second token is behind the capture
+    ids = [plain._sample(GREEDY)]
+    while len(ids) < len(captured):
+        plain._forward([ids[-1]])
+        ids.append(plain._sample(GREEDY))
+    assert captured == ids
+    states = [state.clone() for state in engine.cache.recurrent]
+    for _ in range(2):
+        assert engine.rewind(84) == 80
+        for _ in engine.prefill(PROMPT[80:]):
+            continue
+        assert list(engine.generate(GREEDY, (), 40)) == captured
+        assert all(torch.equal(a, b) for a, b in zip(engine.cache.recurrent, states, strict=True))

@@ -57,9 +57,49 @@ def test_set_system_and_clear(commands: slash.SlashCommands, chat: Chat) -> None
     assert (chat.system, chat.messages) == ("Talk\nlike a pirate.", [])
 
 
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "A"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "B", "interrupted": True},
+    {"role": "user", "content": "/c"},
+    {"role": "assistant", "content": "C"},
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "said"),
+    [("/undo", 4, "took back the last turn"), ("/undo 2", 2, "took back 2 turns"), ("/undo 3", 0, "took back 3 turns")],
+)
+def test_undo(commands: slash.SlashCommands, chat: Chat, text: str, left: int, said: str) -> None:
+    chat.messages += TURNS
+    assert commands.run(text) == said
+    assert chat.messages == TURNS[:left]
+
+
+def test_retry_and_edit_take_the_last_turn_back(commands: slash.SlashCommands, chat: Chat) -> None:
+    chat.messages += TURNS
+    assert commands.run("/retry") == slash.Retry("/c", TURNS[4:])
+    assert commands.run("/regen") == slash.Retry("b", TURNS[2:4])
+    assert commands.run("/edit") == slash.Edit("a")
+    assert chat.messages == []
+
+
+def test_thinking_is_asked_for_and_shown(commands: slash.SlashCommands, chat: Chat) -> None:
+    for text, value, shown in (("/set think", True, "on"), ("/set nothink", False, "off")):
+        commands.run(text)
+        assert chat.template_variables == {"enable_thinking": value}
+        assert f"think              {shown}" in str(commands.run("/show parameters"))
+
+
 @pytest.mark.parametrize(
     ("text", "sentence", "hint"),
     [
+        ("/undo", "there is no turn to take back.", ""),
+        ("/undo x", "/undo takes a number of turns, not 'x'.", ""),
+        ("/retry", "there is no turn to take back.", ""),
+        ("/edit now", "/edit takes no argument.", ""),
+        ("/set think hard", "there is no parameter 'think'.", ""),
         ("/hepl", "there is no command '/hepl'.", "did you mean /help?"),
         ("/Set temp 1", "there is no command '/Set'.", "did you mean /set?"),
         ("/etc/passwd holds", "there is no command '/etc/passwd'.", "/help lists"),
@@ -115,6 +155,20 @@ def test_help_names_every_command(commands: slash.SlashCommands) -> None:
 def test_a_doubled_slash_is_text(text: str, command: bool, message: str) -> None:
     assert slash.is_command(text) is command
     assert slash.unescaped(text) == message
+
+
+@pytest.mark.parametrize("turns", [0, 4])
+def test_undoing_more_than_there_is_changes_nothing(commands: slash.SlashCommands, chat: Chat, turns: int) -> None:
+    chat.messages += TURNS
+    with pytest.raises(UsageError, match=rf"has 3 turn\(s\), so {turns} cannot"):
+        commands.run(f"/undo {turns}")
+    assert chat.messages == TURNS
+
+
+@pytest.mark.parametrize("text", ["/x", "x/", "//x", "", "x"])
+def test_what_is_typed_for_a_message(text: str) -> None:
+    assert slash.unescaped(slash.escaped(text)) == text
+    assert not slash.is_command(slash.escaped(text))
 
 
 def test_leaving_takes_no_argument(commands: slash.SlashCommands) -> None:

@@ -42,7 +42,7 @@ def test_prefill_line() -> None:
 @pytest.mark.parametrize(
     ("finish", "interrupted", "why"),
     [
-        ("stop", False, "GB"),
+        ("stop", False, " GB - cached 100/2,800"),
         ("length", False, " - stopped at the limit of tokens"),
         ("context", False, " - stopped, the context is full"),
         (None, True, " - interrupted"),
@@ -51,6 +51,28 @@ def test_prefill_line() -> None:
 def test_closing_line_says_why(finish: str | None, interrupted: bool, why: str) -> None:
     last = Chunk("end" if finish else "answer", "", STATS, finish)  # type: ignore[arg-type]
     assert statusline.closing_line(statusline.Reply(last, interrupted), "cpu").endswith(why)
+
+
+def test_a_first_turn_says_nothing_of_the_cache() -> None:
+    last = Chunk("end", "", replace(STATS, cached_tokens=0), "stop")
+    assert statusline.closing_line(statusline.Reply(last, interrupted=False), "cpu").endswith("15.1/24.0 GB")
+
+
+def test_what_is_read_again_is_said() -> None:
+    again = replace(STATS, reread_tokens=1234)
+    assert statusline.prefill_line(again).endswith(" - 4 s left - 1,234 of them read again")
+    reply = statusline.Reply(Chunk("end", "", again, "stop"), interrupted=False)
+    assert statusline.notices(reply) == [
+        "1,234 tokens of earlier turns were read again: the state to return to was no longer kept"
+    ]
+
+
+def test_a_reply_that_ends_inside_its_thought_says_so() -> None:
+    for in_thought in (True, False):
+        last = Chunk("end", "", STATS, "length", in_thought=in_thought)
+        said = statusline.notices(statusline.Reply(last, interrupted=False))
+        assert said == ["the reply ended inside its thought, before an answer"] * in_thought
+    assert statusline.notices(statusline.Reply(None, interrupted=True)) == []
 
 
 def test_stats_block() -> None:

@@ -1,5 +1,6 @@
 """The chat as a person uses it, in a pseudo-terminal, and the line editor's keys one by one."""
 
+import io
 import os
 import re
 import signal
@@ -15,8 +16,13 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from rich.console import Console
 
+from localchat import slash
 from localchat import terminal as room
+from localchat.chat import Chat
+from localchat.sampling import Sampling
+from localchat.stream import Look
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 Scripted = Callable[..., Path]
@@ -205,6 +211,68 @@ def test_thoughts_are_dim_and_can_be_hidden(chat: Callable[..., Any]) -> None:
     window = chat(*says, flags=("--hide-thinking",))
     window.send("q\r")
     assert "hmz" not in window.wait_for("\nyes\n")
+
+
+def test_a_thought_that_the_template_opens_is_dim_and_its_end_is_told(
+    terminal: Callable[..., Any], opening: Scripted
+) -> None:
+    window = terminal("run", opening("hmz", "</think>", "yes"), "-n", "2")
+    window.wait_for(lambda text: text.endswith(">>>"))
+    window.send("q\r")
+    screen = window.wait_for("the reply ended inside its thought, before an answer\n>>>")
+    assert "\nhm\n" in screen
+    assert b"\x1b[2;3mhm" in window.raw
+    window.send("/set max_tokens -1\r")
+    window.wait_for(prompts(3))
+    window.send("/retry\r")
+    assert "\nhmz\n\nyes\n" in window.wait_for(prompts(4))
+
+
+def test_turns_are_taken_back_edited_and_tried_again(chat: Callable[..., Any]) -> None:
+    window = chat("abc", rows=60)
+    steps = (
+        ("/retry", "localchat: error: there is no turn to take back."),
+        ("one", "\nabc\n"),
+        ("two", "\nabc\n"),
+        ("/retry", "\nabc\n"),
+        ("/undo 3", "has 2 turn(s), so 3 cannot be taken back."),
+        ("/undo", "took back the last turn"),
+    )
+    for count, (line, answer) in enumerate(steps, 2):
+        seen = len(window.text)
+        window.send(line + "\r")
+        assert answer in window.wait_for(prompts(count))[seen:]
+    assert "cached" in window.text
+    window.send("//three\r")
+    window.wait_for(prompts(8))
+    window.send("/edit\r")
+    window.wait_for(lambda text: text.endswith(">>> //three"))
+    window.send(" more\r")
+    window.wait_for(prompts(10))
+    assert window.text.count("\nabc\n") == 5
+    window.send("/undo 2\r")
+    window.wait_for("took back 2 turns")
+
+
+def test_a_retry_that_fails_keeps_the_earlier_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = None
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "A"}]
+    chat = Chat(nothing, nothing, nothing, Sampling())
+    chat.messages += turn
+    asked = []
+
+    def failing(text: str) -> Iterator[Any]:
+        asked.append((text, list(chat.messages)))
+        raise RuntimeError("the card is gone")
+
+    monkeypatch.setattr(chat, "reply", failing)
+    out = io.StringIO()
+    commands = slash.SlashCommands(chat, slash.About("", ""), seed_is_fixed=True)
+    repl = room.Repl(chat, commands, Console(file=out), Look(), nothing)
+    assert repl._handle("/retry")
+    assert asked == [("a", [])]
+    assert chat.messages == turn
+    assert out.getvalue().endswith("the earlier answer stays\n")
 
 
 def test_one_answer_on_a_terminal(terminal: Callable[..., Any], scripted: Scripted) -> None:
