@@ -217,75 +217,26 @@ def terminal(environment: dict[str, str]) -> Iterator[Callable[..., Terminal]]:
 
 @pytest.fixture(scope="session")
 def hybrid() -> Any:
-    """A small random model with recurrent layers: what an Engine needs of one, for at least 270 ids.
-
-    Three layers of the gated delta rule to one of attention, in fp32, token by token.
-    """
-    from dataclasses import replace
-
+    """A small random Qwen3.5: three gated delta net layers to one of attention, fp32 references, 280 ids."""
     import torch
 
     from localchat.config import ModelConfig
-    from localchat.kernels.attention import attention_reference
+    from localchat.model import Model
     from localchat.ops import ReferenceOps
 
-    size, heads, dim = 32, 4, 8
-    raw = {"model_type": "llama", "hidden_size": size, "intermediate_size": size, "num_hidden_layers": 4}
-    raw |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 280}
-    raw |= {"max_position_embeddings": 1 << 16}
-    config = replace(
-        ModelConfig.from_dict(raw),
-        layer_types=(*["linear_attention"] * 3, "full_attention"),
-        linear_num_key_heads=heads,
-        linear_num_value_heads=heads,
-        linear_key_head_dim=dim,
-        linear_value_head_dim=dim,
-        linear_conv_kernel_dim=4,
-    )
-    generator = torch.Generator().manual_seed(7)
-
-    def weights(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    class Hybrid:
-        def __init__(self) -> None:
-            self.config, self.ops, self.device = config, ReferenceOps(), torch.device("cpu")
-            self.ops.prefill_chunk = 32
-            self._embedding = weights(280, size) * size**0.5
-            self._layers = [(weights(3 * size, size), weights(3 * size, 4), weights(2, heads, size)) for _ in range(4)]
-
-        def __call__(self, ids: Any, positions: Any, cache: Any) -> Any:
-            x = self._embedding[ids]
-            for i, kind in enumerate(config.layer_types):
-                mix = self._delta if kind == "linear_attention" else self._attend
-                x = torch.nn.functional.rms_norm(x + mix(x, self._layers[i], positions, cache.layer(i)), (size,))
-            return x
-
-        def logits(self, hidden: Any) -> Any:
-            return hidden @ self._embedding.T
-
-        def _attend(self, x: Any, layer: Any, positions: Any, cache: Any) -> Any:
-            q, k, v = (x @ layer[0].T).view(len(x), 3, heads, dim).unbind(1)
-            cache[0][:, positions], cache[1][:, positions] = k.transpose(0, 1), v.transpose(0, 1)
-            return attention_reference(q, *cache, positions).reshape(len(x), size)
-
-        def _delta(self, x: Any, layer: Any, positions: Any, cache: Any) -> Any:
-            (project, convolution, gates), (window, state) = layer, cache
-            inputs = torch.cat((window, (x @ project.T).T), dim=1)
-            window.copy_(inputs[:, len(x) :])
-            mixed = (inputs.unfold(1, 4, 1) * convolution[:, None]).sum(-1).T
-            q, k, v = torch.nn.functional.silu(mixed).view(len(x), 3, heads, dim).unbind(1)
-            k = torch.nn.functional.normalize(k, dim=-1)
-            decay, beta = torch.sigmoid(x @ gates.transpose(1, 2))[..., None]
-            out = []
-            for t in range(len(x)):
-                state.mul_(decay[t, ..., None])
-                error = beta[t] * (v[t] - (k[t, :, None] @ state)[:, 0])
-                state.add_(k[t, :, :, None] * error[:, None])
-                out.append((q[t, :, None] @ state).flatten())
-            return torch.stack(out)
-
-    return Hybrid()
+    raw = {"model_type": "qwen3_5", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 280}
+    raw |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+    raw |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    raw |= {"max_position_embeddings": 1 << 16, "tie_word_embeddings": True}
+    generator = torch.Generator().manual_seed(3)
+    model = Model(ModelConfig.from_dict(raw), ReferenceOps())
+    frequencies = model.inv_freq
+    for buffer in model.buffers():
+        buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
+    model.inv_freq = frequencies
+    model.ops.prefill_chunk = 32
+    return model
 
 
 @pytest.fixture
