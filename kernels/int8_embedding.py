@@ -33,6 +33,8 @@ def _int8_embedding_kernel(ids_ptr, weight_ptr, scales_ptr, y_ptr, H, BLOCK: tl.
 def int8_embedding(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """ids int64 [T], weight int8 [V, H], scales fp32 [V] -> fp32 [T, H].
 
+    `weight` may lie in pinned memory of the host, where the card reads the rows it needs by itself.
+
     Raises:
         ValueError: a dtype or shape is another, or a tensor is not contiguous.
     """
@@ -40,8 +42,8 @@ def int8_embedding(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     check_tensor("int8_embedding: weight", weight, (torch.int8,), (None, None))
     vocab, hidden = weight.shape
     check_tensor("int8_embedding: scales", scales, (torch.float32,), (vocab,))
-    y = torch.empty(ids.shape[0], hidden, dtype=torch.float32, device=weight.device)
+    y = torch.empty(ids.shape[0], hidden, dtype=torch.float32, device=ids.device)
     block = min(1024, triton.next_power_of_2(hidden))
     grid = (ids.shape[0], triton.cdiv(hidden, block))
-    _int8_embedding_kernel[grid](ids, weight, scales, y, hidden, BLOCK=block, num_warps=4, **pdl_options(weight))
+    _int8_embedding_kernel[grid](ids, weight, scales, y, hidden, BLOCK=block, num_warps=4, **pdl_options(ids))
     return y

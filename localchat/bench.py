@@ -14,6 +14,7 @@ import torch
 
 from localchat.checkpoint import load_model
 from localchat.engine import Engine
+from localchat.ledger import ledger, ledger_of_folder
 from localchat.model import Linear, Model
 from localchat.registry import Entry
 from localchat.sampling import Sampling
@@ -25,8 +26,9 @@ from localchat.synthetic import synthetic_model
 class BenchResult:
     """One measurement. Rates in tokens per second, bandwidths in bytes per second, sizes in bytes, times in seconds.
 
-    memory_bytes: on a card the largest amount that was allocated, else the memory of this process. sheet_bandwidth and
-    read_bandwidth are the card's limits, None on a CPU and for a card that is not in the table.
+    memory_bytes: on a card the largest amount that was allocated, else the memory of this process. card_bytes: what is
+    taken of a card's memory at the end, by everyone; ledger_bytes: what the ledger says of this model and context.
+    sheet_bandwidth and read_bandwidth are the card's limits. None on a CPU and where a card is not in the table.
     """
 
     model: str
@@ -42,6 +44,8 @@ class BenchResult:
     sheet_bandwidth: float | None = None
     read_bandwidth: float | None = None
     synthetic: bool = False
+    card_bytes: int | None = None
+    ledger_bytes: int | None = None
 
     @property
     def bandwidth(self) -> float:
@@ -68,6 +72,9 @@ def run(
     runs = [measure(engine, prompt_tokens, decode_tokens) for _ in range(repeats + 1)][1:]
     on_card = loaded.device.type == "cuda"
     memory = torch.cuda.max_memory_allocated() if on_card else memory_used(device)[0]
+    context, kind = engine.max_length, loaded.device.type
+    table = ledger(model, context, device=kind) if isinstance(model, Entry) else ledger_of_folder(model, context, kind)
+    taken = memory_used(device)[0]
     sheet, read = card_limits() if on_card else (None, None)
     return BenchResult(
         model=f"{model.alias}, synthetic weights" if isinstance(model, Entry) else model.name,
@@ -83,6 +90,8 @@ def run(
         sheet_bandwidth=sheet,
         read_bandwidth=read,
         synthetic=isinstance(model, Entry),
+        card_bytes=taken if on_card else None,
+        ledger_bytes=table.total if on_card else None,
     )
 
 

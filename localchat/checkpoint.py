@@ -10,7 +10,8 @@ from localchat.errors import BadCheckpoint
 from localchat.kernels import int4_packing
 from localchat.model import Linear, Model
 from localchat.ops import ReferenceOps, ops_for
-from localchat.shards import open_shards
+from localchat.shards import Span, open_shards
+from localchat.upload import upload
 
 _MTP = "mtp."  # Qwen3.5's head for the token after the next: stored, and not used yet
 
@@ -33,7 +34,12 @@ def load_model(folder: Path, device: str = "cpu", ops: ReferenceOps | None = Non
     wanted = model.state_dict()
     with open_shards(folder) as shards:
         _compare_names(folder, set(wanted), {name for name in shards.names if not name.startswith(_MTP)})
-        stored = {name: _checked(folder, name, shards.get(name), wanted[name]).to(target) for name in wanted}
+        for name, tensor in wanted.items():
+            _check(folder, name, shards.span(name), tensor)
+        if target.type == "cpu":  # mapped: pages are read when they are used
+            stored = {name: shards.get(name) for name in wanted}
+        else:
+            stored = upload(shards, list(wanted), target, model.on_host)
         model.load_state_dict(stored, assign=True)
         del stored
         model.inv_freq = model.inv_freq.to(target)
@@ -66,11 +72,10 @@ def _compare_names(folder: Path, wanted: set[str], got: set[str]) -> None:
             raise BadCheckpoint(f"{folder}: the tensor {min(names)}{more} {word}, quantize the source again.")
 
 
-def _checked(folder: Path, name: str, got: Tensor, wanted: Tensor) -> Tensor:
+def _check(folder: Path, name: str, got: Span, wanted: Tensor) -> None:
     """A tensor has its format's shape; integers have their dtype, floats may be wider or narrower."""
-    kinds_agree = got.dtype == wanted.dtype or (got.is_floating_point() and wanted.is_floating_point())
+    kinds_agree = got.dtype == wanted.dtype or (got.dtype.is_floating_point and wanted.is_floating_point())
     if got.shape != wanted.shape or not kinds_agree:
         raise BadCheckpoint(
             f"{folder}: {name} is {got.dtype} {list(got.shape)}, wanted {wanted.dtype} {list(wanted.shape)}."
         )
-    return got

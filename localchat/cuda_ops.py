@@ -41,6 +41,7 @@ class CudaOps(ReferenceOps):
 
     weight_dtype = torch.bfloat16
     cache_dtype = torch.bfloat16
+    embedding_on_host = True
     prefill_chunk = 2048
 
     def __init__(self, device: torch.device) -> None:
@@ -56,8 +57,9 @@ class CudaOps(ReferenceOps):
     def rotary(self, positions: Tensor, inv_freq: Tensor, attention_factor: float) -> Rotary:
         return Rotary(positions, *rotary_table(positions, inv_freq, attention_factor))
 
-    def norm_linear(self, x: Tensor, norm: "RMSNorm", linear: "Linear") -> Tensor:
-        return self._product(rms_norm(x, norm.weight, norm.eps, half=_few(x)), linear)
+    def norm_linears(self, x: Tensor, norm: "RMSNorm", *linears: "Linear") -> list[Tensor]:
+        normed = rms_norm(x, norm.weight, norm.eps, half=_few(x))
+        return [self._product(normed, linear) for linear in linears]
 
     def attention(
         self,

@@ -122,7 +122,7 @@ def ledger(
             sizes[{4: "INT4 weights", 8: "INT8 weights"}.get(form.bits, "unquantised weights")] += codes
             sizes["scales"] += scales
     sizes["norms and biases"] = _small_bytes(shape)
-    return _with_run_time(shape, sizes, context, device)
+    return _with_run_time(shape, sizes, context, device, quantization)
 
 
 def ledger_of_folder(folder: Path, context: int | None = None, device: str = "cpu") -> Ledger:
@@ -135,7 +135,8 @@ def ledger_of_folder(folder: Path, context: int | None = None, device: str = "cp
     for path in sorted(folder.glob("*.safetensors")):
         for row, nbytes in _tensors(path):
             sizes[row] = sizes.get(row, 0) + nbytes
-    return _with_run_time(load_config(folder), sizes, context, device)
+    config = load_config(folder)
+    return _with_run_time(config, sizes, context, device, config.quantization)
 
 
 def kv_bytes_per_token(shape: Shape, device: str = "cpu") -> int:
@@ -151,7 +152,9 @@ def state_bytes(shape: Shape, device: str = "cpu") -> int:
     return shape.layer_types.count("linear_attention") * (state + convolution)
 
 
-def _with_run_time(shape: Shape, sizes: dict[str, int], context: int | None, device: str) -> Ledger:
+def _with_run_time(
+    shape: Shape, sizes: dict[str, int], context: int | None, device: str, quantization: QuantizationConfig | None
+) -> Ledger:
     """Behind the weights' rows: what a conversation of `context` tokens needs beside them."""
     context = shape.max_position_embeddings if context is None else context
     per_token, state = kv_bytes_per_token(shape, device), state_bytes(shape, device)
@@ -162,7 +165,9 @@ def _with_run_time(shape: Shape, sizes: dict[str, int], context: int | None, dev
         rows.append(Row(f"snapshots, at most {SNAPSHOT_BUDGET // state}", SNAPSHOT_BUDGET // state * state))
     rows.append(Row("workspace", _workspace_bytes(shape, device)))
     if device == "cuda":
-        rows = [replace(row, on_host=row.name.startswith("snapshots")) for row in rows]
+        in_int8 = quantization is None or quantization.format_of("embed_tokens").bits == 8
+        embedding = {"embedding"} if in_int8 and not shape.tie_word_embeddings else set()  # as Model.on_host
+        rows = [replace(row, on_host=row.name in embedding or row.name.startswith("snapshots")) for row in rows]
         rows.append(Row("CUDA context", CUDA_CONTEXT))
     return Ledger(tuple(rows), sum(sizes.values()), context, shape.max_position_embeddings, per_token)
 

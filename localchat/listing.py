@@ -75,7 +75,7 @@ def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
         for what, rate in (("the data sheet", result.sheet_bandwidth), ("a read kernel", result.read_bandwidth))
         if rate
     ]
-    rows = (
+    rows = [
         ("model", result.model if result.synthetic else registry_name(name)),
         ("device", f"{result.device}, {result.threads} threads" if result.device == "cpu" else result.device),
         ("load", f"{result.load_seconds:.2f} s"),
@@ -85,7 +85,10 @@ def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
         ("bandwidth while decoding", f"{result.bandwidth / 1e9:.1f} GB/s"),
         *limits,
         ("memory of this process" if result.device == "cpu" else "peak memory", size_text(result.memory_bytes)),
-    )
+    ]
+    if result.card_bytes and result.ledger_bytes:
+        taken, said = size_text(result.card_bytes), size_text(result.ledger_bytes)
+        rows.append(("taken of the card", f"{taken}, its driver's part included; the ledger says {said}"))
     for key, value in rows:
         print(f"{key:<26}{value}")
     return 0

@@ -106,8 +106,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = _linear(config, f"{name}.out_proj", hidden, values)
 
     def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, Tensor]) -> Tensor:
-        qkvz = self.ops.norm_linear(x, norm, self.in_proj_qkvz)
-        ba = self.ops.norm_linear(x, norm, self.in_proj_ba)
+        qkvz, ba = self.ops.norm_linears(x, norm, self.in_proj_qkvz, self.in_proj_ba)
         heads = self.ops.gated_delta_net(qkvz, ba, self, cache)
         return self.ops.linear_add(heads, self.out_proj, x)
 
@@ -175,6 +174,12 @@ class Model(nn.Module):
         """hidden [T, H] as `forward` returned them -> fp32 [T, V]. Take only the rows that are needed: V is large."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return self.ops.logits(hidden, self.norm, head)
+
+    @property
+    def on_host(self) -> frozenset[str]:
+        """Names of tensors that stay in the host's memory: an embedding of which a token reads one row."""
+        alone = not self.config.tie_word_embeddings and self.embed_tokens.bits == 8
+        return frozenset({"embed_tokens.weight"}) if alone and self.ops.embedding_on_host else frozenset()
 
     @property
     def device(self) -> torch.device:

@@ -41,6 +41,7 @@ class ReferenceOps:
     dtype = torch.float32
     weight_dtype = torch.float32
     cache_dtype = torch.float32
+    embedding_on_host = False  # of a model whose head has a matrix of its own
     prefill_chunk = 256  # tokens of one forward during prefill: bounds memory, and how long Ctrl-C waits
 
     def prepare(self, linear: "Linear") -> None:
@@ -70,7 +71,12 @@ class ReferenceOps:
 
     def norm_linear(self, x: Tensor, norm: "RMSNorm", linear: "Linear") -> Tensor:
         """RMSNorm and the product that follows it. [T, H] -> [T, N]."""
-        return self.product(rms_norm_reference(x, norm.weight, norm.eps), linear)
+        return self.norm_linears(x, norm, linear)[0]
+
+    def norm_linears(self, x: Tensor, norm: "RMSNorm", *linears: "Linear") -> list[Tensor]:
+        """RMSNorm and several products of its result. [T, H] -> [T, N] each."""
+        normed = rms_norm_reference(x, norm.weight, norm.eps)
+        return [self.product(normed, linear) for linear in linears]
 
     def attention(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localchat import ledger, parameters, slash
+from localchat import ledger, parameters, registry, slash
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
 from localchat.config import ModelConfig, load_config, read_json
@@ -24,7 +24,8 @@ from localchat.stream import Look, console_for, printer_for, stream_reply
 from localchat.template import ChatTemplate
 from localchat.tokenizer import Tokenizer
 
-DEFAULT_CONTEXT = 8192
+# Tokens; less where the model or the memory has less. A processor reads slowly, and its cache is fp32.
+DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,25 @@ def context_length(
         raise UsageError(f"--ctx {wanted:,} is more than the {limit:,} tokens that this model was made for.")
     largest = ledger.ledger_of_folder(folder, 1, _kind(device)).largest_context(total)
     if largest < (wanted or 1):
+        fixes = [f"--ctx {largest} fits"] if largest else []
+        if device != "cpu" and used > 2 * ledger.CUDA_CONTEXT:
+            fixes.append(f"other programs hold {size_text(used - ledger.CUDA_CONTEXT)} of the card: close them")
+        smaller = largest_model(total, wanted or 1, _kind(device))
+        if smaller:
+            fixes.append(f"`localchat run {smaller}` fits")
+        if device != "cpu":
+            fixes.append("--gpu cpu takes the machine's memory")
         raise DoesNotFit(
             f"the model and a context of {wanted or 1:,} tokens do not fit into {size_text(total)} of memory.",
-            f"--ctx {largest} fits." if largest else "take a smaller model (`localchat list`).",
+            "; ".join(fixes[:3]) + "." if fixes else "take a smaller model (`localchat list`).",
         )
-    return wanted or min(limit, DEFAULT_CONTEXT, largest)
+    return wanted or min(limit, DEFAULT_CONTEXT[_kind(device)], largest)
+
+
+def largest_model(available: int, context: int, kind: str) -> str | None:
+    """The name of the registry's largest model that fits into `available` bytes with `context` tokens, or None."""
+    sizes = {entry.alias: ledger.ledger(entry, context, device=kind).total for entry in registry.MODELS.values()}
+    return max((alias for alias, size in sizes.items() if size <= available), key=sizes.__getitem__, default=None)
 
 
 def _kind(device: str) -> str:

@@ -5,12 +5,15 @@ point outside the folder), pickle files are never opened, and every header is ch
 a tensor is read. Tensors are mapped, not copied: memory is touched only where it is used.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -18,7 +21,28 @@ from localchat.config import read_json
 from localchat.errors import BadCheckpoint
 
 INDEX_NAME = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a tensor lies: `nbytes` bytes at `start` of the file `path`."""
+
+    path: Path
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class Shards:
@@ -31,6 +55,7 @@ class Shards:
         self.names = dict(names)
         self._files = files
         self._stack = stack
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def get(self, name: str) -> Tensor:
         """The tensor `name` as stored, on the CPU, backed by the mapped file.
@@ -50,6 +75,22 @@ class Shards:
     def dtype(self, name: str) -> str:
         """The dtype of `name` as safetensors spells it ("BF16", "F32", "I32", "F8_E4M3", ...)."""
         return str(self._slice(name).get_dtype())
+
+    def span(self, name: str) -> Span:
+        """Where `name` lies in its file.
+
+        Raises:
+            BadCheckpoint: no shard holds it, or it is of a dtype that is not known here.
+        """
+        path = self._path(name)
+        if path not in self._headers:
+            self._headers[path] = _read_header(path)
+        begin, header = self._headers[path]
+        entry = header[name]
+        if entry["dtype"] not in _DTYPES:
+            raise BadCheckpoint(f"{path}: {name} has the dtype {entry['dtype']}, which is not known here.")
+        start, end = entry["data_offsets"]
+        return Span(path, begin + start, end - start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
     def close(self) -> None:
         """Release the files. Tensors already returned stay valid."""
@@ -153,6 +194,16 @@ def _merged(held: Mapping[Path, set[str]]) -> dict[str, Path]:
                 )
             names[name] = path
     return names
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where a file's tensors begin, and its header, which the library has checked on opening.
+
+    Source: safetensors' README: 8 bytes with the length of the header, little-endian, then the header in JSON.
+    """
+    with _translated(path), path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return 8 + length, json.loads(file.read(length))
 
 
 @contextmanager

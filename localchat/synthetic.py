@@ -13,6 +13,7 @@ from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.ledger import default_formats
 from localchat.model import GatedDeltaNet, Linear, Model, RMSNorm
 from localchat.ops import ReferenceOps, ops_for
+from localchat.pinned import host_bytes
 from localchat.registry import Entry
 
 
@@ -36,10 +37,16 @@ def synthetic_model(entry: Entry, device: str, seed: int = 0, ops: ReferenceOps 
                 module.weight = torch.ones(module.weight.shape, device=target)
             elif isinstance(module, GatedDeltaNet):
                 _fill_delta_net(module, target)
+        if model.on_host:
+            table = model.embed_tokens
+            host = host_bytes(table.weight.nbytes, target).view(torch.int8).view_as(table.weight)
+            table.weight = host.copy_(table.weight)
         model.inv_freq = model.inv_freq.to(target)
         for module in model.modules():
             if isinstance(module, Linear):
                 model.ops.prepare(module)
+    if target.type == "cuda":
+        torch.cuda.empty_cache()  # so that what is held is the model
     return model.eval()
 
 

@@ -1,13 +1,18 @@
 """The captured decode step on a card: what runs in it, and that it gives what separate launches give."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from localchat.cache import KVCache
 from localchat.engine import Engine
 from localchat.failures import failure_of
 from localchat.kernels.pdl import pdl_options, without_pdl
 from localchat.model import Model
+from localchat.ops import ReferenceOps
 from localchat.registry import MODELS
 from localchat.sampling import Sampling
 from localchat.synthetic import synthetic_model
@@ -119,3 +124,27 @@ def test_a_recurrent_state_survives_the_capture_and_comes_back_from_host_memory(
             continue
         assert list(engine.generate(GREEDY, (), 40)) == captured
         assert all(torch.equal(a, b) for a, b in zip(engine.cache.recurrent, states, strict=True))
+
+
+def test_four_layers_of_the_27b_s_shapes_give_the_reference_s_logits() -> None:
+    """Three gated delta nets and one gated attention of real size: prefill in odd chunks, then steps."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA card")
+    entry = replace(MODELS["qwen3.5-27b"], num_hidden_layers=4)
+    ours, reference = synthetic_model(entry, "cuda"), synthetic_model(entry, "cuda", ops=ReferenceOps())
+    ids = torch.randint(0, entry.vocab_size, (170,), generator=torch.Generator().manual_seed(0)).cuda()
+    with torch.inference_mode():
+        got, wanted = (run_in_chunks(model, ids, [101, 120, *range(141, 170)]) for model in (ours, reference))
+    error = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert float(error[:101].max()) < 3e-2  # bf16 products
+    assert float(error[101:].max()) < 3e-2  # over what they left in the cache and the states
+
+
+def run_in_chunks(model: Model, ids: torch.Tensor, borders: list[int]) -> torch.Tensor:
+    cache = KVCache(model.config, 256, dtype=model.ops.cache_dtype, device=model.device)
+    parts = []
+    for start, end in pairwise([0, *borders, len(ids)]):
+        hidden = model(ids[start:end], torch.arange(start, end, device=ids.device), cache)
+        cache.append(end - start)
+        parts.append(model.logits(hidden))
+    return torch.cat(parts)

@@ -1,0 +1,134 @@
+"""From the files of a folder to a card: many threads read, each copies what it has read while it reads on.
+
+A plain copy of a mapped file to a card goes through one thread and pages that nobody pinned, at a few GB/s. Here
+pieces of the files are read into pinned memory by several threads, and go from there to one allocation on the card
+that holds all tensors, so that nothing is lost to an allocator's rounding. Every tensor begins at a multiple of
+256 bytes, which the kernels' 16-byte loads need and a file does not promise.
+"""
+
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from localchat.errors import BadCheckpoint
+from localchat.pinned import host_bytes
+from localchat.shards import Shards, Span
+
+_ALIGNMENT = 256  # bytes
+_PIECE = 16 << 20  # bytes of one read
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes of a file, and where they go."""
+
+    path: Path
+    start: int
+    target: Tensor  # uint8
+
+
+def upload(
+    shards: Shards, names: Sequence[str], device: torch.device, on_host: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """The tensors `names` on `device`, those in `on_host` in pinned memory of the host instead.
+
+    Raises:
+        BadCheckpoint: a file is shorter than its header says, or cannot be read.
+    """
+    spans = {name: shards.span(name) for name in names}
+    tensors: dict[str, Tensor] = {}
+    pieces: list[_Piece] = []
+    for place in (device, torch.device("cpu")):
+        chosen = {name: span for name, span in spans.items() if (name in on_host) == (place != device)}
+        if chosen:
+            _lay_out(chosen, place, device, tensors, pieces)
+    _copy(pieces, device)
+    return tensors
+
+
+def _lay_out(
+    spans: Mapping[str, Span],
+    place: torch.device,
+    device: torch.device,
+    tensors: dict[str, Tensor],
+    pieces: list[_Piece],
+) -> None:
+    """One allocation at `place` for all of these; adds the tensors in it, and the pieces that fill it."""
+    starts, total = {}, 0
+    for name, span in spans.items():
+        starts[name] = total
+        total += -(-span.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.empty(total, dtype=torch.uint8, device=place) if place == device else host_bytes(total, device)
+    for name, span in spans.items():
+        raw = memory[starts[name] : starts[name] + span.nbytes]
+        tensors[name] = raw.view(span.dtype).view(span.shape)
+        parts = range(0, span.nbytes, _PIECE)
+        pieces += (_Piece(span.path, span.start + at, raw[at : at + _PIECE]) for at in parts)
+
+
+def _copy(pieces: list[_Piece], device: torch.device) -> None:
+    """Fill the targets. The first error of a thread stops them all."""
+    todo, lock, stop = iter(sorted(pieces, key=lambda p: (p.path, p.start))), threading.Lock(), threading.Event()
+
+    def next_pieces() -> Iterator[_Piece]:
+        while not stop.is_set():
+            with lock:
+                piece = next(todo, None)
+            if piece is None:
+                return
+            yield piece
+
+    with ExitStack() as stack:
+        files = {path: os.open(path, os.O_RDONLY) for path in {piece.path for piece in pieces}}
+        for file in files.values():
+            stack.callback(os.close, file)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            try:
+                for done in [pool.submit(_work, next_pieces(), files, device) for _ in range(_THREADS)]:
+                    done.result()
+            finally:
+                stop.set()
+
+
+def _work(pieces: Iterator[_Piece], files: Mapping[Path, int], device: torch.device) -> None:
+    """One thread: two buffers in turn, so that one is read into while the other is copied from."""
+    if device.type != "cuda":
+        for piece in pieces:
+            _read(files[piece.path], piece, piece.target)
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        buffers = host_bytes(2 * _PIECE, device).split(_PIECE)
+        free = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
+        turn = 0
+        for piece in pieces:
+            if piece.target.device.type == "cpu":
+                _read(files[piece.path], piece, piece.target)
+                continue
+            free[turn].synchronize()
+            buffer = buffers[turn][: piece.target.numel()]
+            _read(files[piece.path], piece, buffer)
+            piece.target.copy_(buffer, non_blocking=True)
+            free[turn].record()
+            turn = 1 - turn
+        stream.synchronize()
+
+
+def _read(file: int, piece: _Piece, into: Tensor) -> None:
+    view, done = memoryview(into.numpy().data), 0
+    while done < len(view):
+        try:
+            got = os.preadv(file, [view[done:]], piece.start + done)
+        except OSError as error:
+            raise BadCheckpoint(f"{piece.path}: cannot be read ({error.strerror}).") from error
+        if not got:
+            raise BadCheckpoint(f"{piece.path}: ends in the middle of a tensor; download or quantize it again.")
+        done += got
