@@ -106,7 +106,7 @@ def _work(pieces: Iterator[_Piece], files: Mapping[Path, int], device: torch.dev
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        buffers = host_bytes(2 * _PIECE, device).split(_PIECE)
+        buffers = torch.split(host_bytes(2 * _PIECE, device), _PIECE)
         free = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
         turn = 0
         for piece in pieces:
