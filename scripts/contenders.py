@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from localchat import bench
 from localchat.config import ModelConfig
-from localchat.kernels.rms_norm import rms_norm_reference
 from localchat.kernels.rope_kv_write import rope_kv_write_reference
 from localchat.model import Linear, RMSNorm
 from localchat.ops import ReferenceOps
@@ -172,12 +171,18 @@ class TorchOps(ReferenceOps):
         y: Tensor = torch.ops.aten._weight_int4pack_mm(x, linear.cpu_qweight, 128, linear.cpu_scales_zeros)
         return y if linear.bias is None else y + linear.bias
 
-    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-        return self.product(rms_norm_reference(x, norm.weight, norm.eps), linear)
-
     def attention(
-        self, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, rope: Rotary, cache: tuple[Tensor, Tensor]
+        self,
+        qkv: Tensor,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        rope: Rotary,
+        cache: tuple[Tensor, Tensor],
+        *,
+        gated: bool = False,
     ) -> Tensor:
+        if gated:
+            raise ValueError("TorchOps.attention: got a gated attention, wanted a dense model")
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
         q = rope_kv_write_reference(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, *cache)
