@@ -23,7 +23,7 @@ from localchat.errors import BadCheckpoint
 
 KV_BYTES = {"cpu": 4, "cuda": 2}  # fp32 and bf16, see ops.py
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of one forward, as in the tables of ops (which import torch)
-CUDA_CONTEXT = 500_000_000  # driver, torch and cuBLAS handles of one process; an estimate
+CUDA_CONTEXT = 800_000_000  # driver, torch, Triton and cuBLAS of one process; 0.79-0.81e9 measured on an H200
 SNAPSHOT_BUDGET = 4 << 30  # host memory for states to return to, of models that cannot be cut back
 
 _DTYPE_BYTES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "I64": 8, "F64": 8}
@@ -212,15 +212,19 @@ def _small_bytes(shape: Shape) -> int:
 def _workspace_bytes(shape: Shape, device: str) -> int:
     """Activations of one prefill chunk (residual, norm, the wider mixer, gate, up, product) and fp32 logits.
 
-    fp32 on a CPU; bf16 on a card, which also dequantises one matrix at a time into bf16 scratch.
+    fp32 on a CPU; bf16 on a card, which also dequantises one matrix at a time into bf16 scratch and takes gated delta
+    nets in chunks (kernels/gated_delta_net_prefill.py).
     """
     gates = shape.num_attention_heads * shape.attn_output_gate
     attention = (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads + gates) * shape.head_dim
     mixer = max(attention, shape.conv_channels + 2 * shape.linear_value_size)  # qkvz and its result, as qkv and heads
     features = 4 * shape.hidden_size + 2 * mixer + 3 * shape.intermediate_size
-    scratch = max(n * k for name, n, k in _matrices(shape) if name not in ("embed_tokens", "lm_head"))
     logits = 3 * shape.vocab_size * 4
-    return PREFILL_CHUNK[device] * features * (4 if device == "cpu" else 2) + logits + (scratch * 2) * (device != "cpu")
+    if device == "cpu":
+        return PREFILL_CHUNK[device] * features * 4 + logits
+    scratch = max(n * k for name, n, k in _matrices(shape) if name not in ("embed_tokens", "lm_head"))
+    chunked = 2 * shape.conv_channels + 4 * shape.linear_value_size + 256 * shape.linear_num_value_heads
+    return PREFILL_CHUNK[device] * (features * 2 + chunked) + logits + scratch * 2
 
 
 def _matrix_bytes(n: int, k: int, form: TensorFormat) -> tuple[int, int]:

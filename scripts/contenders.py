@@ -148,8 +148,8 @@ class TorchOps(ReferenceOps):
 
     dtype = weight_dtype = cache_dtype = torch.bfloat16
 
-    def __init__(self, capacity: int) -> None:
-        self._columns = torch.arange(capacity, device="cuda")
+    def __init__(self, capacity: int, device: str = "cuda") -> None:
+        self._columns = torch.arange(capacity, device=device)
 
     def prepare(self, linear: Linear) -> None:
         if linear.bits == 4:
@@ -199,9 +199,9 @@ class TorchOps(ReferenceOps):
 class LayerCaches:
     """Keys and values, a tensor of its own for each layer: the compiler copies what it sees written to in part."""
 
-    def __init__(self, config: ModelConfig, max_length: int) -> None:
+    def __init__(self, config: ModelConfig, max_length: int, device: str = "cuda") -> None:
         shape = (config.num_key_value_heads, max_length, config.head_dim)
-        new = functools.partial(torch.zeros, shape, dtype=torch.bfloat16, device="cuda")
+        new = functools.partial(torch.zeros, shape, dtype=torch.bfloat16, device=device)
         self._layers = [(new(), new()) for _ in range(config.num_hidden_layers)]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
