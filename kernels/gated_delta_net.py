@@ -29,6 +29,7 @@ from localchat.kernels.gpu import tl, triton
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 L2_EPS = 1e-6
+CHUNK = 64  # tokens that a prefill takes at once
 
 
 def gated_delta_net_reference(
@@ -43,10 +44,70 @@ def gated_delta_net_reference(
     state: Tensor,
 ) -> Tensor:
     """-> [T, V] in qkvz's dtype; conv_state [C, 3] (oldest first) and state fp32 [nv, dk, dv] move on by T tokens."""
+    q, k, v, beta, g = _before(qkvz, ba, conv_weight, A_log, dt_bias, conv_state, state)
+    decay, out = g.exp(), torch.empty_like(v)
+    for t in range(len(v)):
+        state *= decay[t, :, None, None]
+        read = (state * k[t, :, :, None]).sum(1)
+        state += k[t, :, :, None] * (beta[t, :, None] * (v[t] - read))[:, None]
+        out[t] = (state * q[t, :, :, None]).sum(1)
+    return _after(out, qkvz, norm_weight, eps)
+
+
+def gated_delta_net_chunked(
+    qkvz: Tensor,
+    ba: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+) -> Tensor:
+    """The same for many tokens with torch's matrix products, CHUNK tokens at a time: for a CPU.
+
+    The formulas stand in gated_delta_net_prefill.py. With U and W the solutions of (I + A) U = beta v and
+    (I + A) W = beta e^G k, what a chunk adds to the state is X = U - W S0.
+    """
+    tokens, (value_heads, key_dim, value_dim) = qkvz.shape[0], state.shape
+    *heads, beta, g = _before(qkvz, ba, conv_weight, A_log, dt_bias, conv_state, state)
+    chunks = -(-tokens // CHUNK)
+
+    def in_chunks(x: Tensor) -> Tensor:  # [T, nv, ...] -> [chunks, nv, CHUNK, ...], zeros behind the end
+        x = torch.cat((x, x.new_zeros(chunks * CHUNK - tokens, *x.shape[1:])))
+        return x.view(chunks, CHUNK, *x.shape[1:]).transpose(1, 2)
+
+    q, k, v = map(in_chunks, heads)
+    beta, total = in_chunks(beta).unsqueeze(-1), in_chunks(g).cumsum(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=state.device).tril()
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~later, float("-inf")).exp()
+    a = (beta * (k @ k.transpose(-1, -2)) * decay).tril(-1)
+    grown = total.exp().unsqueeze(-1)
+    right = torch.cat((beta * v, beta * grown * k), dim=-1)
+    solved = torch.linalg.solve_triangular(a, right, upper=False, unitriangular=True)
+    u, w = solved.split((value_dim, key_dim), dim=-1)
+    seen = (q @ k.transpose(-1, -2)) * decay
+    left = k * (total[..., -1:] - total).exp().unsqueeze(-1)
+    out = torch.empty_like(v)
+    for c in range(chunks):
+        x = u[c] - w[c] @ state
+        out[c] = grown[c] * (q[c] @ state) + seen[c] @ x
+        state *= grown[c, :, -1:]
+        state += left[c].transpose(-1, -2) @ x
+    return _after(out.transpose(1, 2).reshape(-1, value_heads, value_dim)[:tokens], qkvz, norm_weight, eps)
+
+
+def _before(
+    qkvz: Tensor, ba: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor, conv_state: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the recurrence takes, fp32: q, k [T, nv, dk], v [T, nv, dv], beta and the logarithm of the decay [T, nv].
+
+    conv_state moves on.
+    """
     tokens, channels = qkvz.shape[0], conv_weight.shape[0]
     value_heads, key_dim, value_dim = state.shape
-    values = value_heads * value_dim
-    keys = (channels - values) // 2
+    keys = (channels - value_heads * value_dim) // 2
     repeats = value_heads * key_dim // keys
 
     inputs = torch.cat((conv_state.t().float(), qkvz[:, :channels].float()))  # [3 + T, C]
@@ -54,20 +115,16 @@ def gated_delta_net_reference(
     y = functional.silu((inputs.unfold(0, conv_weight.shape[1], 1) * conv_weight.float()).sum(-1))
     q, k = (_normalised(part.view(tokens, -1, key_dim)) for part in (y[:, :keys], y[:, keys : 2 * keys]))
     q, k = (q * key_dim**-0.5).repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1)
-    v = y[:, 2 * keys :].view(tokens, value_heads, value_dim)
-
     b, a = ba.float().chunk(2, dim=-1)
-    beta, decay = b.sigmoid(), (-A_log.float().exp() * functional.softplus(a + dt_bias.float())).exp()
-    out = torch.empty(tokens, value_heads, value_dim, device=qkvz.device)
-    for t in range(tokens):
-        state *= decay[t, :, None, None]
-        read = (state * k[t, :, :, None]).sum(1)
-        state += k[t, :, :, None] * (beta[t, :, None] * (v[t] - read))[:, None]
-        out[t] = (state * q[t, :, :, None]).sum(1)
+    g = -A_log.float().exp() * functional.softplus(a + dt_bias.float())
+    return q, k, y[:, 2 * keys :].view(tokens, value_heads, value_dim), b.sigmoid(), g
 
-    z = qkvz[:, channels:].float().view(tokens, value_heads, value_dim)
+
+def _after(out: Tensor, qkvz: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """The gated norm of what was read, fp32 [T, nv, dv] -> [T, V] in qkvz's dtype."""
+    z = qkvz[:, -out[0].numel() :].float().view_as(out)
     normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
-    return (normed * functional.silu(z)).view(tokens, values).to(qkvz.dtype)
+    return (normed * functional.silu(z)).flatten(1).to(qkvz.dtype)
 
 
 def _normalised(x: Tensor) -> Tensor:

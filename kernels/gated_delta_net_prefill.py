@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.activations import silu
-from localchat.kernels.gated_delta_net import L2_EPS, check_gated_delta_net, step_and_decay
+from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay
 from localchat.kernels.gpu import tl, triton
 
-CHUNK = 64
 # Rows of a diagonal block of A that is inverted by substitution; four of them make the chunk.
 _BLOCK = 16
 # Columns of q and k that its products take at once.

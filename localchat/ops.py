@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localchat.kernels import int4_packing
 from localchat.kernels.attention import attention_reference
-from localchat.kernels.gated_delta_net import gated_delta_net_reference
+from localchat.kernels.gated_delta_net import gated_delta_net_chunked, gated_delta_net_reference
 from localchat.kernels.int4_matmul import int4_matmul_reference
 from localchat.kernels.int8_embedding import int8_embedding_reference
 from localchat.kernels.int8_matmul import int8_matmul_reference
@@ -174,6 +174,12 @@ class CpuOps(ReferenceOps):
         else:
             return super().product(x, linear)
         return y.float() if linear.bias is None else y + linear.bias
+
+    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, Tensor]) -> Tensor:
+        if qkvz.shape[0] == 1:
+            return super().gated_delta_net(qkvz, ba, mixer, cache)
+        weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
+        return gated_delta_net_chunked(qkvz, ba, *weights, mixer.norm.eps, *cache)
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
         normed = rms_norm_reference(x, norm.weight, norm.eps)

@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from localchat.kernels.gated_delta_net import gated_delta_net_decode, gated_delta_net_reference
+from localchat.kernels.gated_delta_net import (
+    gated_delta_net_chunked,
+    gated_delta_net_decode,
+    gated_delta_net_reference,
+)
 
 Relative = Callable[[Tensor, Tensor], float]
 DeltaNet = Callable[..., dict[str, Any]]
@@ -113,6 +117,18 @@ def test_the_reference_in_pieces_is_the_same(delta_net: DeltaNet, relative: Rela
     assert relative(out, wanted) < 1e-6
     assert relative(pieces["state"], whole["state"]) < 1e-6
     assert torch.equal(pieces["conv_state"], whole["conv_state"])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 200])
+@pytest.mark.parametrize("heads", [(2, 6), (3, 3)])
+def test_the_chunked_form_is_the_reference(
+    delta_net: DeltaNet, relative: Relative, tokens: int, heads: tuple[int, int]
+) -> None:
+    inputs = delta_net(torch.device("cpu"), tokens, heads)
+    ours, wanted = clone(inputs), clone(inputs)
+    assert relative(gated_delta_net_chunked(**ours), gated_delta_net_reference(**wanted)) < 5e-6
+    assert relative(ours["state"], wanted["state"]) < 5e-6
+    assert torch.equal(ours["conv_state"], wanted["conv_state"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
