@@ -243,7 +243,8 @@ def gated_delta_net_decode(
     """One token: qkvz [1, C + V], ba [1, 2 nv] -> fp32 [1, V]; both states move on in place.
 
     arrivals int32, at least one per key head: zeros that the launch needs and leaves as zeros. Launches of one stream
-    share it. The result depends on the inputs alone, bit for bit.
+    share it. The result depends on the inputs alone, bit for bit. Between two calls on one state lies a plain launch
+    (kernels/pdl.py): the state is read before the wait.
 
     Raises:
         ValueError: a dtype or shape is another, a tensor is not contiguous, or there is more than one token.

@@ -160,12 +160,15 @@ class KVCache:
 
         Rows of attention behind `length` are not brought back.
         """
-        before = self.snapshot()
+        before = [state.clone() for state in self.recurrent]
+        length = self.length
         self.begin()
         try:
             yield
         finally:
-            self.restore(before)
+            for state, copy in zip(self.recurrent, before, strict=True):
+                state.copy_(copy)
+            self._shorten(length)
 
     def _shorten(self, length: int) -> None:
         self.length = length

@@ -22,7 +22,7 @@ from localchat.kernels.rope_kv_write import rope_kv_write
 from localchat.kernels.rotary import rotary_table
 from localchat.kernels.scaled_half import scaled_half
 from localchat.kernels.swiglu import swiglu
-from localchat.ops import ReferenceOps
+from localchat.ops import ReferenceOps, split_gate
 from localchat.rope import Rotary
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ class CudaOps(ReferenceOps):
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
         keys, values = cache
-        kv_rows = 2 * keys.shape[0] * keys.shape[2]
-        q_rows = (qkv.shape[1] - kv_rows) // (1 + gated)
-        qkv, gate = qkv[:, : q_rows + kv_rows], qkv[:, q_rows + kv_rows :] if gated else None
+        qkv, gate = split_gate(qkv, keys) if gated else (qkv, None)
         q = rope_kv_write(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, keys, values)
         if q.shape[0] > 1:
             return attention_prefill(q, keys, values, rope.positions, gate=gate)

@@ -17,10 +17,9 @@ from torch import Tensor
 from localchat.cache import KVCache
 from localchat.graph import DecodeGraph
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
-from localchat.ledger import SNAPSHOT_BUDGET
 from localchat.model import Model
 from localchat.sampling import Sampling
-from localchat.snapshots import Snapshots
+from localchat.snapshots import Snapshots, default_budget
 
 
 class Engine:
@@ -28,7 +27,8 @@ class Engine:
 
     `vocab_size`, where given, is the number of ids the tokenizer knows: padding rows behind it are never drawn.
     `tokens_forwarded` counts every id that a forward has received, which is what turn reuse is measured by.
-    `snapshot_budget` is the host memory, in bytes, that a recurrent model may use for states to return to.
+    `snapshot_budget` is the host memory, in bytes, that a recurrent model may use for states to return to; by default
+    what snapshots.py chooses.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Engine:
         max_length: int,
         *,
         vocab_size: int | None = None,
-        snapshot_budget: int = SNAPSHOT_BUDGET,
+        snapshot_budget: int | None = None,
     ) -> None:
         self.model = model
         self.max_length = max_length
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.cache = KVCache(model.config, max_length, dtype=model.ops.cache_dtype, device=model.device)
-        self.snapshots = Snapshots(self.cache, snapshot_budget)
+        self.snapshots = Snapshots(self.cache, default_budget() if snapshot_budget is None else snapshot_budget)
         self.ids: list[int] = []
         self.tokens_forwarded = 0
         self._hidden: Tensor | None = None  # of the last token in the cache, [1, H]
@@ -65,12 +65,14 @@ class Engine:
             return length
         self._hidden = None
         snapshot = self.snapshots.newest(length) if self.recurrent else None
-        if snapshot is not None:
-            self.cache.restore(snapshot)
+        if self.recurrent:
+            length = 0 if snapshot is None else snapshot.length
+        del self.ids[length:]  # first, so that the cache is never the shorter one, whenever Ctrl-C comes
+        if snapshot is None:
+            self.cache.truncate(length)
         else:
-            self.cache.truncate(0 if self.recurrent else length)
-        del self.ids[self.cache.length :]
-        return self.cache.length
+            self.cache.restore(snapshot)
+        return length
 
     def prefill(self, ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
         """Append `ids` in chunks; yields how many are done after each chunk.

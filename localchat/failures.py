@@ -30,7 +30,7 @@ def failure_of(error: BaseException) -> Failure:
     text = one_line(str(error))
     name = type(error).__name__
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or any(w in text.lower() for w in _NO_MEMORY):
-        sentence = _memory_sentence(text, on_card=name == "OutOfMemoryError")
+        sentence = _memory_sentence(text, on_card=name == "OutOfMemoryError" or "cuda" in text.lower())
         return Failure(sentence, "a smaller context (--ctx) or a smaller model needs less.", 4)
     if isinstance(error, OSError) and error.strerror:
         where = f"{one_line(str(error.filename))}: " if error.filename else ""

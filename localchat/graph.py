@@ -89,7 +89,7 @@ class DecodeGraph:
         return graph
 
     def _step(self) -> None:
-        mark_seen(self._token, self._seen)
+        mark_seen(self._token, self._seen)  # a plain launch: steps do not overlap (kernels/pdl.py)
         self._draw(self._model(self._token, self._position, self._cache))
         advance(self._drawn, self._token, self._position, self._draw_position)
 

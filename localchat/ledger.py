@@ -74,11 +74,20 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what it is and its bytes. `on_host` is memory beside the card's, not part of the total."""
+    """One line: what it is and its bytes.
+
+    Not part of the total: `on_host`, memory beside the card's, and `optional`, what is taken where there is room.
+    """
 
     name: str
     nbytes: int
     on_host: bool = False
+    optional: bool = False
+
+    @property
+    def in_total(self) -> bool:
+        """Whether the model cannot run without it."""
+        return not self.on_host and not self.optional
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class Ledger:
     @property
     def total(self) -> int:
         """Bytes on the device that computes."""
-        return sum(row.nbytes for row in self.rows if not row.on_host)
+        return sum(row.nbytes for row in self.rows if row.in_total)
 
     def largest_context(self, available: int) -> int:
         """The longest context (tokens) that fits into `available` bytes, at most what the model was trained for.
@@ -102,6 +111,8 @@ class Ledger:
         0 where not even the weights fit.
         """
         room = available - (self.total - self.context * self.kv_bytes_per_token)
+        if not self.kv_bytes_per_token:
+            return self.max_context if room >= 0 else 0
         return max(0, min(self.max_context, room // self.kv_bytes_per_token))
 
 
@@ -162,7 +173,9 @@ def _with_run_time(
     rows.append(Row(f"KV cache, {context:,} tokens", context * per_token))
     if state:
         rows.append(Row("recurrent state", state))
-        rows.append(Row(f"snapshots, at most {SNAPSHOT_BUDGET // state}", SNAPSHOT_BUDGET // state * state))
+        rows.append(
+            Row(f"snapshots, at most {SNAPSHOT_BUDGET // state}", SNAPSHOT_BUDGET // state * state, optional=True)
+        )
     rows.append(Row("workspace", _workspace_bytes(shape, device)))
     if device == "cuda":
         in_int8 = quantization is None or quantization.format_of("embed_tokens").bits == 8

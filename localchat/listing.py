@@ -54,7 +54,7 @@ def print_model(name: str, *, context: int | None, as_json: bool) -> int:
     table = ledger_of_folder(folder, context) if packed and folder else ledger(shape, context)
     facts = _facts(name, folder, config, entry)
     if as_json:
-        rows = [{"name": row.name, "bytes": row.nbytes} for row in table.rows]
+        rows = [{"name": row.name, "bytes": row.nbytes, "in_total": row.in_total} for row in table.rows]
         memory = {"rows": rows, "total": table.total, "context": table.context}
         print(json.dumps({**facts, "memory": memory}, indent=2))
         return 0
@@ -145,7 +145,13 @@ def describe_quantization(quantization: QuantizationConfig) -> str:
 def ledger_text(table: Ledger, device: str = "cpu") -> str:
     """The ledger as aligned lines, with the largest context that this machine's memory holds."""
     total = memory_used(device)[1]
-    rows = [(row.name + (" (host)" if row.on_host else ""), size_text(row.nbytes)) for row in table.rows]
+    rows = [
+        (
+            row.name + (" (host)" if row.on_host else "" if row.in_total else " (if there is room)"),
+            size_text(row.nbytes),
+        )
+        for row in table.rows
+    ]
     rows += [
         ("total", size_text(table.total)),
         ("memory of this machine" if device == "cpu" else "memory of this card", size_text(total)),

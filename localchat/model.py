@@ -1,7 +1,7 @@
 """The model: a dense decoder of the Llama, Qwen2, Qwen3 and Qwen3.5 families, for one sequence.
 
-Reads like the block diagram. Each block is five or six operations, each of them one kernel on a GPU, all taken from the
-table `ops`. Activations are [T, features]: T tokens of one conversation, no batch dimension.
+Reads like the block diagram. Each block is five operations, all taken from the table `ops`.
+Activations are [T, features]: T tokens of one conversation, no batch dimension.
 """
 
 import torch

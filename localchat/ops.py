@@ -94,12 +94,9 @@ class ReferenceOps:
         """
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
-        kv_rows = 2 * cache[0].shape[0] * cache[0].shape[2]
-        q_rows = (qkv.shape[1] - kv_rows) // (1 + gated)
-        qkv, gate = qkv[:, : q_rows + kv_rows], qkv[:, q_rows + kv_rows :]
+        qkv, gate = split_gate(qkv, cache[0]) if gated else (qkv, None)
         q = rope_kv_write_reference(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, *cache)
-        heads = attention_reference(q, *cache, rope.positions)
-        return heads * gate.sigmoid() if gated else heads
+        return attention_reference(q, *cache, rope.positions, gate=gate)
 
     def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, Tensor]) -> Tensor:
         """Convolution, delta rule and gated norm. qkvz [T, C + V], ba [T, 2 nv] -> [T, V]; moves both states on."""
@@ -132,6 +129,13 @@ class ReferenceOps:
             seed=sampling.seed,
             position=position,
         )
+
+
+def split_gate(qkv: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """qkv [T, q + k + v + q rows] of a gated attention -> q, k, v and the gate. keys: the layer's cache [Hkv, S, D]."""
+    kv_rows = 2 * keys.shape[0] * keys.shape[2]
+    q_rows = (qkv.shape[1] - kv_rows) // 2
+    return qkv[:, : q_rows + kv_rows], qkv[:, q_rows + kv_rows :]
 
 
 class CpuOps(ReferenceOps):

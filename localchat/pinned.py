@@ -27,6 +27,16 @@ def host_bytes(nbytes: int, device: torch.device) -> Tensor:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         fault = int(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if fault:
+            _forget_error(device)
             raise MemoryError(f"host_bytes: the driver does not pin {nbytes:,} bytes (CUDA error {fault})")
         weakref.finalize(pages, cudart.cudaHostUnregister, memory.data_ptr())
     return memory
+
+
+def _forget_error(device: torch.device) -> None:
+    """The runtime keeps a failed call's error for whoever asks next, which would be an innocent kernel launch."""
+    try:
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
+    except RuntimeError:  # this launch was that one
+        return

@@ -8,8 +8,14 @@ by n tokens reads again some fraction of n, however long ago it was.
 
 from localchat.cache import KVCache, Snapshot
 from localchat.ledger import SNAPSHOT_BUDGET
+from localchat.stats import memory_used
 
 KEPT_NEWEST = 8
+
+
+def default_budget() -> int:
+    """Bytes: SNAPSHOT_BUDGET, or an eighth of this machine's memory where that is less."""
+    return min(SNAPSHOT_BUDGET, memory_used()[1] // 8)
 
 
 class Snapshots:
@@ -18,7 +24,7 @@ class Snapshots:
     Memory is taken with the first ones and used again: that of snapshots behind a cut, and of those given up.
     """
 
-    def __init__(self, cache: KVCache, budget: int = SNAPSHOT_BUDGET) -> None:
+    def __init__(self, cache: KVCache, budget: int) -> None:
         self._cache = cache
         self._capacity = budget // cache.snapshot_nbytes if cache.recurrent else 0
         self._kept: list[Snapshot] = []

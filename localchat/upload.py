@@ -8,7 +8,7 @@ that holds all tensors, so that nothing is lost to an allocator's rounding. Ever
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,29 +44,27 @@ def upload(
         BadCheckpoint: a file is shorter than its header says, or cannot be read.
     """
     spans = {name: shards.span(name) for name in names}
+    at_device = {name: span for name, span in spans.items() if name not in on_host}
+    at_host = {name: span for name, span in spans.items() if name in on_host}
     tensors: dict[str, Tensor] = {}
     pieces: list[_Piece] = []
-    for place in (device, torch.device("cpu")):
-        chosen = {name: span for name, span in spans.items() if (name in on_host) == (place != device)}
-        if chosen:
-            _lay_out(chosen, place, device, tensors, pieces)
+    _lay_out(at_device, lambda size: torch.empty(size, dtype=torch.uint8, device=device), tensors, pieces)
+    _lay_out(at_host, lambda size: host_bytes(size, device), tensors, pieces)
     _copy(pieces, device)
     return tensors
 
 
 def _lay_out(
-    spans: Mapping[str, Span],
-    place: torch.device,
-    device: torch.device,
-    tensors: dict[str, Tensor],
-    pieces: list[_Piece],
+    spans: Mapping[str, Span], allocate: Callable[[int], Tensor], tensors: dict[str, Tensor], pieces: list[_Piece]
 ) -> None:
-    """One allocation at `place` for all of these; adds the tensors in it, and the pieces that fill it."""
+    """One allocation for all of these; adds the tensors in it, and the pieces that fill it."""
+    if not spans:
+        return
     starts, total = {}, 0
     for name, span in spans.items():
         starts[name] = total
         total += -(-span.nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(total, dtype=torch.uint8, device=place) if place == device else host_bytes(total, device)
+    memory = allocate(total)
     for name, span in spans.items():
         raw = memory[starts[name] : starts[name] + span.nbytes]
         tensors[name] = raw.view(span.dtype).view(span.shape)
@@ -87,39 +85,54 @@ def _copy(pieces: list[_Piece], device: torch.device) -> None:
             yield piece
 
     with ExitStack() as stack:
-        files = {path: os.open(path, os.O_RDONLY) for path in {piece.path for piece in pieces}}
-        for file in files.values():
-            stack.callback(os.close, file)
+        files = {path: _open(path, stack) for path in {piece.path for piece in pieces}}
         with ThreadPoolExecutor(_THREADS) as pool:
-            try:
-                for done in [pool.submit(_work, next_pieces(), files, device) for _ in range(_THREADS)]:
-                    done.result()
-            finally:
-                stop.set()
+            for done in [pool.submit(_work, next_pieces(), files, device, stop) for _ in range(_THREADS)]:
+                done.result()
 
 
-def _work(pieces: Iterator[_Piece], files: Mapping[Path, int], device: torch.device) -> None:
-    """One thread: two buffers in turn, so that one is read into while the other is copied from."""
-    if device.type != "cuda":
-        for piece in pieces:
-            _read(files[piece.path], piece, piece.target)
-        return
+def _open(path: Path, stack: ExitStack) -> int:
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: cannot be read ({error.strerror}).") from error
+    stack.callback(os.close, file)
+    return file
+
+
+def _work(pieces: Iterator[_Piece], files: Mapping[Path, int], device: torch.device, stop: threading.Event) -> None:
+    """One thread."""
+    try:
+        if device.type == "cuda":
+            _work_for_card(pieces, files, device)
+        else:
+            for piece in pieces:
+                _read(files[piece.path], piece, piece.target)
+    except BaseException:
+        stop.set()
+        raise
+
+
+def _work_for_card(pieces: Iterator[_Piece], files: Mapping[Path, int], device: torch.device) -> None:
+    """Two buffers in turn, so that one is read into while the other is copied from."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         buffers = torch.split(host_bytes(2 * _PIECE, device), _PIECE)
         free = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
         turn = 0
-        for piece in pieces:
-            if piece.target.device.type == "cpu":
-                _read(files[piece.path], piece, piece.target)
-                continue
-            free[turn].synchronize()
-            buffer = buffers[turn][: piece.target.numel()]
-            _read(files[piece.path], piece, buffer)
-            piece.target.copy_(buffer, non_blocking=True)
-            free[turn].record()
-            turn = 1 - turn
-        stream.synchronize()
+        try:
+            for piece in pieces:
+                if piece.target.device.type == "cpu":
+                    _read(files[piece.path], piece, piece.target)
+                    continue
+                free[turn].synchronize()
+                buffer = buffers[turn][: piece.target.numel()]
+                _read(files[piece.path], piece, buffer)
+                piece.target.copy_(buffer, non_blocking=True)
+                free[turn].record()
+                turn = 1 - turn
+        finally:
+            stream.synchronize()  # the buffers go now
 
 
 def _read(file: int, piece: _Piece, into: Tensor) -> None:

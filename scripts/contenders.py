@@ -106,6 +106,8 @@ def torch_compile_int4(entry: Entry, prompt: int, tokens: int) -> Row:
     The model is this program's own model.py with another table of operations, so the arithmetic of a block is the
     same. Prefill runs the same operations uncompiled.
     """
+    if "linear_attention" in entry.layer_types:
+        return Row("torch.compile + torch's INT4 product", missing="no gated delta net in plain torch operations")
     model = synthetic_model(entry, "cuda", ops=TorchOps(prompt + tokens))
     cache: Any = LayerCaches(model.config, prompt + tokens)
     token, position = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
@@ -221,7 +223,11 @@ def _transformers_on_meta(entry: Entry) -> Any:
     import transformers
 
     raw = entry.config_dict()
-    config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
+    kind = {"qwen3_5": "qwen3_5_text"}.get(entry.model_type, entry.model_type)  # without the wrapper for images
+    raw.pop("model_type")
+    config = transformers.AutoConfig.for_model(kind, **raw)
+    if (config.hidden_size, config.num_hidden_layers) != (entry.hidden_size, entry.num_hidden_layers):
+        raise ValueError(f"transformers made {config} of {entry.alias}")
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 

@@ -124,6 +124,29 @@ def test_an_interruption_at_any_point_leaves_a_cache_that_heals(model: Model, mo
     assert list(engine.generate(GREEDY, (), 5)) == list(wanted.generate(GREEDY, (), 5))
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupted_rewind_heals_too(model: Model, monkeypatch: pytest.MonkeyPatch, after: bool) -> None:
+    """Ctrl-C on either side of the moment when the cache is cut."""
+    wanted, engine = Engine(model, 100), Engine(model, 100)
+    prefill(wanted, [5, 6, 7, 8])
+    prefill(engine, [5, 6, 50, 51, 52])
+    truncate = engine.cache.truncate
+
+    def interrupted(length: int) -> None:
+        if after:
+            truncate(length)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.cache, "truncate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.rewind(2)
+    monkeypatch.setattr(engine.cache, "truncate", truncate)
+    assert engine.rewind(len(engine.ids)) <= engine.cache.length
+    assert engine.rewind(2) == 2
+    prefill(engine, [7, 8])
+    assert list(engine.generate(GREEDY, (), 5)) == list(wanted.generate(GREEDY, (), 5))
+
+
 def test_rewind_beyond_the_end_changes_nothing(model: Model) -> None:
     engine = Engine(model, 100)
     prefill(engine, [1, 2])

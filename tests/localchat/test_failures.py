@@ -13,6 +13,8 @@ def test_a_full_card_is_named_with_its_numbers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30_000_000_000, 48_000_000_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 22_900_000_000)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
+    plain = failure_of(RuntimeError("CUDA error: out of memory"))
+    assert plain.sentence.startswith("the card's memory ran out: this process holds 22.9 GB")
     failure = failure_of(torch.OutOfMemoryError(ASKED))
     assert failure.sentence == (
         "the card's memory ran out: 3.8 GB more were asked for, this process holds 22.9 GB, "

@@ -29,7 +29,7 @@ def test_show_of_a_name_works_offline(capsys: Capture) -> None:
     assert (shown["hub_id"], shown["num_hidden_layers"]) == ("Qwen/Qwen3.5-27B", 64)
     assert "never released" in shown["notice"]
     assert shown["memory"]["context"] == 1000
-    assert shown["memory"]["total"] == sum(row["bytes"] for row in shown["memory"]["rows"])
+    assert shown["memory"]["total"] == sum(r["bytes"] for r in shown["memory"]["rows"] if r["in_total"])
 
 
 def test_show_of_folders(capsys: Capture, scripted: Callable[..., Path]) -> None:

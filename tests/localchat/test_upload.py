@@ -1,7 +1,6 @@
 """What arrives through the threads is what the files hold. Without a card the same code copies to the CPU."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,18 +67,48 @@ def test_a_file_that_is_cut_short_is_named(folder: Path) -> None:
     assert threading.active_count() == 1
 
 
-def test_an_error_stops_all_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    read: Callable[..., None] = module._read
+@pytest.mark.parametrize("threads", [1, 8])
+def test_an_error_stops_all_threads(folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    reads, read = [], module._read
 
     def failing(file: int, piece: module._Piece, into: torch.Tensor) -> None:
         reads.append(piece)
-        if len(reads) == 3:
+        if len(reads) >= 3:
             raise KeyboardInterrupt
         read(file, piece, into)
 
     monkeypatch.setattr(module, "_read", failing)
-    monkeypatch.setattr(module, "_THREADS", 1)
+    monkeypatch.setattr(module, "_THREADS", threads)
     with open_shards(folder) as shards, pytest.raises(KeyboardInterrupt):
         upload(shards, list(shards.names), CPU)
-    assert len(reads) == 3
+    assert len(reads) < 3 + threads
+
+
+def test_every_piece_is_read_once_and_host_tensors_arrive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read = [], module._read
+    monkeypatch.setattr(module, "_read", lambda file, piece, into: (reads.append(piece), read(file, piece, into)))
+    with open_shards(folder) as shards:
+        check(shards, CPU, {"1.torch.int8", "3.torch.float32"})
+        sizes = [shards.span(name).nbytes for name in shards.names]
+    assert sum(piece.target.numel() for piece in reads) == sum(sizes)
+
+
+def test_a_file_that_is_gone_is_named(folder: Path) -> None:
+    with open_shards(folder) as shards:
+        check(shards, CPU, set())
+        (folder / "b.safetensors").unlink()
+        with pytest.raises(BadCheckpoint, match=r"b\.safetensors: cannot be read"):
+            upload(shards, list(shards.names), CPU)
+
+
+@pytest.mark.gpu
+def test_a_card_still_works_after_a_file_that_is_cut_short(folder: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA card")
+    with open_shards(folder) as shards:
+        path = folder / "b.safetensors"
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 1)
+        with pytest.raises(BadCheckpoint, match="ends in the middle"):
+            upload(shards, list(shards.names), torch.device("cuda"))
+    assert int(torch.ones(5, device="cuda").sum()) == 5
