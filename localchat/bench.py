@@ -73,7 +73,7 @@ def run(
     on_card = loaded.device.type == "cuda"
     memory = torch.cuda.max_memory_allocated() if on_card else memory_used(device)[0]
     context, kind = engine.max_length, loaded.device.type
-    table = ledger(model, context, device=kind) if isinstance(model, Entry) else ledger_of_folder(model, context, kind)
+    table = ledger(model.config, context, kind) if isinstance(model, Entry) else ledger_of_folder(model, context, kind)
     taken = memory_used(device)[0]
     sheet, read = card_limits() if on_card else (None, None)
     return BenchResult(

@@ -25,7 +25,7 @@ def print_models(*, as_json: bool, with_usage: bool) -> int:
         for m in stored
     ]
     others = [e for e in registry.MODELS.values() if e.alias not in names]
-    rows += [{"name": e.alias, "size": ledger(e).weights, "quantization": "", "path": ""} for e in others]
+    rows += [{"name": e.alias, "size": ledger(e.config).weights, "quantization": "", "path": ""} for e in others]
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -45,14 +45,14 @@ def print_model(name: str, *, context: int | None, as_json: bool) -> int:
         ModelNotFound: it is neither here nor in the registry.
     """
     folder, config, entry = _lookup(name)
-    shape = config or entry
+    shape = config or (entry.config if entry else None)
     if shape is None:
         near = registry.suggest(name)
         hint = f"did you mean {near}?" if near else "`localchat pull` downloads a model from the hub first."
         raise ModelNotFound(f"{one_line(name)} is neither on this machine nor a name that is known.", hint)
     packed = folder is not None and config is not None and config.quantization is not None
     table = ledger_of_folder(folder, context) if packed and folder else ledger(shape, context)
-    facts = _facts(name, folder, config, entry)
+    facts = _facts(name, folder, shape, entry)
     if as_json:
         rows = [{"name": row.name, "bytes": row.nbytes, "in_total": row.in_total} for row in table.rows]
         memory = {"rows": rows, "total": table.total, "context": table.context}
@@ -111,9 +111,8 @@ def _gguf_config(path: Path) -> ModelConfig:
         return source.model_config
 
 
-def _facts(name: str, folder: Path | None, config: ModelConfig | None, entry: registry.Entry | None) -> dict[str, Any]:
-    shape: Any = config or entry
-    quantization = config.quantization if config else None
+def _facts(name: str, folder: Path | None, config: ModelConfig, entry: registry.Entry | None) -> dict[str, Any]:
+    quantization = config.quantization
     keys = (
         "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "vocab_size max_position_embeddings tie_word_embeddings"
@@ -124,7 +123,7 @@ def _facts(name: str, folder: Path | None, config: ModelConfig | None, entry: re
         "path": str(folder or ""),
         "quantization": describe_quantization(quantization) if quantization else "",
         "source": str(quantization.source.get("id", "")) if quantization else "",
-        **{key: getattr(shape, key) for key in keys.split()},
+        **{key: getattr(config, key) for key in keys.split()},
         "notice": entry.notice if entry else "",
     }
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from localchat.config import ModelConfig
+
 
 @dataclass(frozen=True)
 class Wheel:
@@ -61,14 +63,9 @@ class Entry:
     wheel: Wheel | None = None
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether the q, k and v projections have a bias."""
-        return self.model_type == "qwen2"
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
-        return self.model_type in ("qwen3", "qwen3_5")
+    def config(self) -> ModelConfig:
+        """The model's shape as its config.json will say it."""
+        return ModelConfig.from_dict(self.config_dict())
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -77,21 +74,6 @@ class Entry:
         return tuple(
             "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(self.num_hidden_layers)
         )
-
-    @property
-    def attn_output_gate(self) -> bool:
-        """Whether attention's result is multiplied by a sigmoid gate."""
-        return self.model_type == "qwen3_5"
-
-    @property
-    def linear_value_size(self) -> int:
-        """Features of a gated delta net between its two projections."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of a gated delta net's convolution."""
-        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.linear_value_size
 
     def config_dict(self) -> dict[str, Any]:
         """What config.json would say, as `ModelConfig.from_dict` reads it."""

@@ -125,7 +125,7 @@ def context_length(
 def largest_model(available: int, context: int, kind: str) -> str | None:
     """The name of the registry's largest model that fits into `available` bytes with `context` tokens, or None."""
     able = (entry for entry in registry.MODELS.values() if context <= entry.max_position_embeddings)
-    sizes = {entry.alias: ledger.ledger(entry, context, device=kind).total for entry in able}
+    sizes = {entry.alias: ledger.ledger(entry.config, context, kind).total for entry in able}
     return max((alias for alias, size in sizes.items() if size <= available), key=sizes.__getitem__, default=None)
 
 

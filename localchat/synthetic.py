@@ -22,7 +22,7 @@ def synthetic_model(entry: Entry, device: str, seed: int = 0, ops: ReferenceOps 
 
     `ops` is the table of operations; by default the one for `device`.
     """
-    formats = default_formats(entry)
+    formats = default_formats(entry.config)
     quantization = QuantizationConfig(LAYOUT, VERSION, TensorFormat(4, 128), formats)
     raw = entry.config_dict() | {"quantization_config": quantization.to_dict()}
     target = torch.device(device)

@@ -42,7 +42,7 @@ def main() -> None:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
         nbytes = writer.finish()
-    quantization = QuantizationConfig(LAYOUT, VERSION, TensorFormat(4, 128), default_formats(entry))
+    quantization = QuantizationConfig(LAYOUT, VERSION, TensorFormat(4, 128), default_formats(entry.config))
     config = entry.config_dict() | {"quantization_config": quantization.to_dict()}
     (args.out / "config.json").write_text(json.dumps(config, indent=2))
     for name in TOKENIZER_FILES:

@@ -1,6 +1,7 @@
 """The ledger's arithmetic against published figures, and its reading of real files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from localchat.quantize.plan import Recipe, plan, upper_size
 from localchat.quantize.source import expected_shapes, mtp_shapes
 from localchat.registry import MODELS
 
-BIG = MODELS["qwen3.5-27b"]
+BIG = MODELS["qwen3.5-27b"].config
 
 
 def rows(table: Ledger) -> dict[str, int]:
@@ -53,39 +54,32 @@ def test_total_counts_the_card_only() -> None:
 
 
 def test_a_small_hybrid_fits_a_small_machine() -> None:
-    table = ledger(MODELS["qwen3.5-0.8b"], 1, device="cpu")
+    table = ledger(MODELS["qwen3.5-0.8b"].config, 1, device="cpu")
     assert table.total < 2e9
     assert table.largest_context(4_000_000_000) > 10_000
 
 
 @pytest.mark.parametrize(("alias", "kibibytes"), [("qwen3.5-0.8b", 12), ("qwen3.5-4b", 32), ("qwen3.5-27b", 64)])
 def test_kv_bytes_per_token(alias: str, kibibytes: int) -> None:
-    assert kv_bytes_per_token(MODELS[alias], "cuda") == kibibytes * 1024
-    assert kv_bytes_per_token(MODELS[alias], "cpu") == 2 * kibibytes * 1024  # fp32 there
+    assert kv_bytes_per_token(MODELS[alias].config, "cuda") == kibibytes * 1024
+    assert kv_bytes_per_token(MODELS[alias].config, "cpu") == 2 * kibibytes * 1024  # fp32 there
 
 
 def test_kv_counts_every_layer_of_an_ordinary_model() -> None:
-    assert kv_bytes_per_token(MODELS["qwen3-8b"], "cuda") == 2 * 36 * 8 * 128 * 2
-    assert state_bytes(MODELS["qwen3-8b"], "cuda") == 0
+    assert kv_bytes_per_token(MODELS["qwen3-8b"].config, "cuda") == 2 * 36 * 8 * 128 * 2
+    assert state_bytes(MODELS["qwen3-8b"].config, "cuda") == 0
 
 
 @pytest.mark.parametrize(("alias", "mebibytes"), [("qwen3.5-0.8b", 18), ("qwen3.5-9b", 48), ("qwen3.5-27b", 144)])
 def test_recurrent_state_without_its_convolution(alias: str, mebibytes: int) -> None:
     entry = MODELS[alias]
     convolution = entry.layer_types.count("linear_attention") * (4096 + entry.linear_num_value_heads * 128) * 3 * 2
-    assert state_bytes(entry, "cuda") - convolution == mebibytes << 20
-    assert state_bytes(entry, "cpu") - 2 * convolution == mebibytes << 20  # fp32 there
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("alias", ["qwen3.5-0.8b", "qwen3.5-27b", "qwen3-8b"])
-def test_a_config_gives_the_ledger_of_its_registry_entry(alias: str, device: str) -> None:
-    entry = MODELS[alias]
-    assert ledger(ModelConfig.from_dict(entry.config_dict()), 5000, device=device) == ledger(entry, 5000, device=device)
+    assert state_bytes(entry.config, "cuda") - convolution == mebibytes << 20
+    assert state_bytes(entry.config, "cpu") - 2 * convolution == mebibytes << 20  # fp32 there
 
 
 def test_small_model_gets_groups_of_32_with_min_and_no_second_head() -> None:
-    table = rows(ledger(MODELS["smollm2-135m"], 1024))
+    table = rows(ledger(MODELS["smollm2-135m"].config, 1024))
     matrices = 30 * (576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536)
     assert table["INT4 weights"] == matrices // 2
     assert table["scales"] == matrices // 32 * 4
@@ -95,17 +89,16 @@ def test_small_model_gets_groups_of_32_with_min_and_no_second_head() -> None:
 
 
 def test_qwen2_counts_biases_and_qwen3_its_head_norms() -> None:
-    qwen2, qwen3 = MODELS["qwen2.5-7b"], MODELS["qwen3-8b"]
+    qwen2, qwen3 = MODELS["qwen2.5-7b"].config, MODELS["qwen3-8b"].config
     assert rows(ledger(qwen2, 1))["norms and biases"] == 2 * (57 * 3584 + 28 * (3584 + 2 * 512))
     assert rows(ledger(qwen3, 1))["norms and biases"] == 2 * (73 * 4096 + 36 * 2 * 128)
 
 
 def test_recorded_formats_count() -> None:
-    entry = MODELS["qwen3-8b"]
     down = {f"layers.{i}.mlp.down_proj": TensorFormat(8) for i in range(36)}
     down["layers.0.self_attn.o_proj"] = TensorFormat(16)
     formats = QuantizationConfig("any", 1, TensorFormat(4, 64), down | {"embed_tokens": TensorFormat(8)})
-    table = rows(ledger(ModelConfig.from_dict(entry.config_dict()), 1, formats))
+    table = rows(ledger(replace(MODELS["qwen3-8b"].config, quantization=formats), 1))
     assert table["INT8 weights"] == 36 * 4096 * 12288
     assert table["unquantised weights"] == 4096 * 4096 * 2
     assert table["lm_head"] == 151936 * 4096 // 2 + 151936 * 4096 // 64 * 2
@@ -121,7 +114,7 @@ def test_largest_context() -> None:
 
 
 def test_context_defaults_to_the_models_own() -> None:
-    assert ledger(MODELS["qwen3-8b"]).context == 40960
+    assert ledger(MODELS["qwen3-8b"].config).context == 40960
 
 
 def packed_folder(folder: Path) -> Path:
@@ -203,14 +196,14 @@ def test_the_prefill_chunk_is_the_engines() -> None:
 
 def test_the_cache_is_as_large_as_the_ledger_says() -> None:
     entry = MODELS["smollm2-135m"]
-    config = ModelConfig.from_dict(entry.config_dict())
+    config = entry.config
     cache = KVCache(config, 100, dtype=CpuOps.cache_dtype, device=torch.device("cpu"))
-    assert cache.nbytes == 100 * kv_bytes_per_token(entry, "cpu")
+    assert cache.nbytes == 100 * kv_bytes_per_token(entry.config, "cpu")
     entry = MODELS["qwen3.5-0.8b"]
-    config = ModelConfig.from_dict(entry.config_dict())
+    config = entry.config
     for device, dtype in (("cpu", CpuOps.cache_dtype), ("cuda", CudaOps.cache_dtype)):
         cache = KVCache(config, 100, dtype=dtype, device=torch.device("cpu"))
-        assert cache.nbytes == 100 * kv_bytes_per_token(entry, device) + state_bytes(entry, device)
+        assert cache.nbytes == 100 * kv_bytes_per_token(entry.config, device) + state_bytes(entry.config, device)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +211,7 @@ def test_the_cache_is_as_large_as_the_ledger_says() -> None:
 )
 def test_the_ledger_assumes_the_formats_that_a_conversion_chooses(alias: str) -> None:
     """Two rooms know how wide groups are; nothing but this test holds them together."""
-    config = ModelConfig.from_dict(MODELS[alias].config_dict())
+    config = MODELS[alias].config
     recipe = Recipe(group_size=32, symmetric=False) if config.hidden_size < _SMALL else Recipe()
     planned = sum(upper_size(matrix) for matrix in plan(config, recipe))
-    assert ledger(MODELS[alias]).weights - rows(ledger(MODELS[alias]))["norms and biases"] == planned
+    assert ledger(MODELS[alias].config).weights - rows(ledger(MODELS[alias].config))["norms and biases"] == planned

@@ -43,9 +43,9 @@ def test_the_longest_context_that_fits_is_named_and_taken(folder: Path, monkeypa
 
 def test_the_largest_model_that_fits_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"small": 1, "middle": 5, "large": 9}
-    models = {name: SimpleNamespace(alias=name, max_position_embeddings=100 * size) for name, size in sizes.items()}
-    monkeypatch.setattr(session.registry, "MODELS", models)
-    monkeypatch.setattr(ledger, "ledger", lambda entry, context, device: SimpleNamespace(total=sizes[entry.alias]))
+    models = [SimpleNamespace(alias=name, config=name, max_position_embeddings=100 * sizes[name]) for name in sizes]
+    monkeypatch.setattr(session.registry, "MODELS", {model.alias: model for model in models})
+    monkeypatch.setattr(ledger, "ledger", lambda name, *_: SimpleNamespace(total=sizes[name]))
     assert session.largest_model(8, 100, "cuda") == "middle"
     assert session.largest_model(0, 100, "cuda") is None
     assert session.largest_model(99, 501, "cuda") == "large"

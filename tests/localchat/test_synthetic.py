@@ -23,7 +23,7 @@ def test_a_synthetic_model_runs_and_is_as_large_as_the_ledger_says() -> None:
     assert float(logits.std()) > 0.1
     assert len(list(engine.generate(Sampling(temperature=0.0), (), 5))) == 5
     codes = sum(m.cpu_qweight.nbytes for m in model.modules() if isinstance(m, Linear) and m.cpu_qweight is not None)
-    assert codes == next(row.nbytes for row in ledger(MODELS["smollm2-135m"]).rows if row.name == "INT4 weights")
+    assert codes == next(row.nbytes for row in ledger(MODELS["smollm2-135m"].config).rows if row.name == "INT4 weights")
 
 
 def test_a_synthetic_hybrid_stays_finite_and_remembers() -> None:
