@@ -14,6 +14,7 @@ import torch
 
 from localchat.checkpoint import load_model
 from localchat.engine import Engine
+from localchat.errors import UsageError
 from localchat.ledger import ledger, ledger_of_folder
 from localchat.model import Linear, Model
 from localchat.registry import Entry
@@ -64,10 +65,14 @@ def run(
 
     Raises:
         BadCheckpoint: the model cannot be loaded.
+        UsageError: it was not made for that many tokens.
     """
     start = time.perf_counter()
     loaded = synthetic_model(model, device) if isinstance(model, Entry) else load_model(model, device)
     load_seconds = time.perf_counter() - start
+    most = loaded.config.max_position_embeddings
+    if prompt_tokens + decode_tokens > most:
+        raise UsageError(f"{prompt_tokens:,} + {decode_tokens:,} tokens are more than the {most:,} of this model.")
     engine = Engine(loaded, prompt_tokens + decode_tokens)
     runs = [measure(engine, prompt_tokens, decode_tokens) for _ in range(repeats + 1)][1:]
     on_card = loaded.device.type == "cuda"

@@ -229,10 +229,15 @@ def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     A multimodal wrapper nests it; what is missing there (or null) stands at the top. Whether the embedding is tied is
     the wrapper's to say: its own value is the one that it was saved by.
+
+    Raises:
+        BadCheckpoint: text_config is there and no object.
     """
     nested = raw.get("text_config")
-    if not isinstance(nested, Mapping):
+    if nested is None:
         return dict(raw)
+    if not isinstance(nested, Mapping):
+        raise BadCheckpoint(f"config.json: text_config is {nested!r}, wanted an object.")
     text = {key: value for key, value in raw.items() if key != "text_config"}
     text |= {key: value for key, value in nested.items() if value is not None}
     if raw.get("tie_word_embeddings") is not None:
@@ -300,7 +305,7 @@ def _number(text: Mapping[str, Any], key: str, default: float | None = None) -> 
 def _count(text: Mapping[str, Any], key: str, default: int | None = None, most: int = 1 << 31) -> int:
     value = _number(text, key, default)
     if value != int(value) or value > most:
-        raise BadCheckpoint(f"config.json: {key} is {value!r}, wanted a whole number up to {most:,}.")
+        raise BadCheckpoint(f"config.json: {key} is {value:,g}, wanted a whole number up to {most:,}.")
     return int(value)
 
 
@@ -310,7 +315,9 @@ def _model_type(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     Raises:
         BadCheckpoint: it, or the language model inside the wrapper, is not one of those known here.
     """
-    for given in (text.get("model_type"), raw.get("model_type", text.get("model_type"))):
+    if text.get("model_type") is None:
+        raise BadCheckpoint(f"config.json: names no model_type; known architectures are {', '.join(ARCHITECTURES)}.")
+    for given in (text["model_type"], raw.get("model_type", text["model_type"])):
         model_type = _TEXT_MODELS.get(str(given), str(given))
         if model_type not in ARCHITECTURES:
             reason = _KNOWN_UNSUPPORTED.get(model_type, f"known architectures are {', '.join(ARCHITECTURES)}")

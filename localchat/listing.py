@@ -75,12 +75,15 @@ def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
         for what, rate in (("the data sheet", result.sheet_bandwidth), ("a read kernel", result.read_bandwidth))
         if rate
     ]
+    decoded = f"{result.decode_rate:.1f} tok/s over {result.decode_tokens} tokens"
+    if result.decode_tokens < 2:  # the first one's time is prefill's
+        decoded = "not measured: more than one token (-n) is needed"
     rows = [
         ("model", result.model if result.synthetic else registry_name(name)),
         ("device", f"{result.device}, {result.threads} threads" if result.device == "cpu" else result.device),
         ("load", f"{result.load_seconds:.2f} s"),
         ("prefill", f"{result.prefill_rate:.1f} tok/s over {result.prompt_tokens} tokens"),
-        ("decode", f"{result.decode_rate:.1f} tok/s over {result.decode_tokens} tokens"),
+        ("decode", decoded),
         ("weights read per token", size_text(result.bytes_per_token)),
         ("bandwidth while decoding", f"{result.bandwidth / 1e9:.1f} GB/s"),
         *limits,

@@ -8,6 +8,7 @@ import pytest
 from localchat import bench
 from localchat.checkpoint import load_model
 from localchat.engine import Engine
+from localchat.errors import UsageError
 
 
 def test_bytes_per_token_are_the_packed_matrices(scripted: Callable[..., Path]) -> None:
@@ -24,6 +25,12 @@ def test_a_run_fills_the_record(scripted: Callable[..., Path]) -> None:
     assert min(result.prefill_rate, result.decode_rate, result.load_seconds, result.memory_bytes) > 0
     assert result.bandwidth == pytest.approx(result.bytes_per_token * result.decode_rate)
     assert {"prefill_rate", "decode_rate", "bandwidth", "memory_bytes"} <= result.to_dict().keys()
+
+
+def test_more_tokens_than_the_model_was_made_for_are_refused(scripted: Callable[..., Path]) -> None:
+    most = load_model(scripted("ok")).config.max_position_embeddings
+    with pytest.raises(UsageError, match="are more than the"):
+        bench.run(scripted("ok"), prompt_tokens=most, decode_tokens=1)
 
 
 def test_every_repeat_starts_from_an_empty_cache(scripted: Callable[..., Path]) -> None:

@@ -1,6 +1,7 @@
 """config.json of the hybrid family: every spelling leads to the same record."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from localchat.config import ModelConfig
+from localchat.errors import BadCheckpoint
+from localchat.ledger import ledger
 from localchat.registry import MODELS
 
 Change = Callable[[dict[str, Any]], object]
@@ -148,3 +151,23 @@ def test_the_real_config_is_the_registrys(qwen_folder: Path) -> None:
     real = ModelConfig.from_dict(json.loads((qwen_folder / "config.json").read_text()))
     assert real == ModelConfig.from_dict(MODELS["qwen3.5-27b"].config_dict())
     assert (real.rotary_dim, real.conv_channels, real.linear_value_size) == (64, 10240, 6144)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text_config": "x"}, "text_config is 'x', wanted an object"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1e+09, wanted a whole number up to"),
+        ({"model_type": None}, "names no model_type"),
+    ],
+)
+def test_messages_name_what_is_wrong(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadCheckpoint, match=re.escape(words)):
+        ModelConfig.from_dict(flat() | change)
+
+
+def test_the_ledger_of_a_hybrid_without_attention() -> None:
+    config = ModelConfig.from_dict(flat() | {"layer_types": ["linear_attention"] * 8})
+    table = ledger(config, 100)
+    assert table.largest_context(table.total) == config.max_position_embeddings
+    assert table.largest_context(table.total - 1) == 0
