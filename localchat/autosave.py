@@ -34,7 +34,7 @@ class Autosave:
         self._written: list[dict[str, Any]] = []  # what the file says
         self._settings: tuple[str, Mapping[str, Any]] = ("", {})
         self._pending = False  # it also says that an answer has begun
-        self._empty = True  # it never said anything
+        self._empty = True  # nothing was said since it was made
 
     @property
     def name(self) -> str:
@@ -61,8 +61,9 @@ class Autosave:
             raise UsageError(f"{name} is this conversation.")
         if not path.exists() and not create:
             conversations.load(name)
+        created = not path.exists()
         try:
-            file = ConversationFile(path) if path.exists() else conversations.create(name)
+            file = conversations.create(name) if created else ConversationFile(path)
         except OSError as error:
             raise UserError(f"the conversation {name} cannot be opened ({error.strerror}).") from error
         try:
@@ -76,9 +77,8 @@ class Autosave:
         self._file, self._written = file, _unmarked(conversation.settled)
         self._settings = (conversation.model, conversation.settings)
         self._pending = conversation.pending
-        said = bool(conversation.messages or conversation.unanswered)
-        self._empty = not said
-        return conversation if said else None
+        self._empty = created
+        return None if created else conversation
 
     def record(self, asked: str | None, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """The chunks of a turn, saved on their way: that it began, its text about every second, and what it left.

@@ -37,9 +37,7 @@ class ConversationCommands:
             raise UsageError("/load needs the name of a conversation.", "/sessions lists them.")
         conversation = self._autosave.open(rest)
         if conversation is None:
-            self._autosave.attach(self._chat)
-            self._chat.clear()
-            return f"{rest} is empty", ""
+            raise UsageError(f"there is no saved conversation {one_line(rest)!r}.", "/sessions lists them.")
         self._settle(conversation_settings.stored(conversation.settings))
         self._autosave.attach(self._chat, conversation)
         return resumed(self._chat, conversation, self._autosave.model), conversation.unanswered
@@ -61,6 +59,8 @@ def resumed(chat: Chat, conversation: Conversation, model: str) -> str:
     other = f", now {one_line(model)}" if conversation.model and conversation.model != model else ""
     held = f", held with {one_line(conversation.model)}{other}" if conversation.model else ""
     count = conversation.turns
+    if not chat.messages and not conversation.unanswered:
+        return f"continues {conversation.name}, where nothing is said yet"
     lines = [
         f"continues {conversation.name}: {count} turn{'' if count == 1 else 's'}{held}; "
         f"{reading_again(chat):,} tokens are read again with the next message"

@@ -1,5 +1,6 @@
 """Whatever happens to a chat's messages, its file says the same afterwards."""
 
+import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,29 @@ def test_the_file_follows(autosave: Autosave, chat: Chat) -> None:
         size = autosave._file.path.stat().st_size  # type: ignore[union-attr]
         autosave.save()
         assert autosave._file.path.stat().st_size == size  # type: ignore[union-attr]
+
+
+def test_dropping_costs_one_short_line(autosave: Autosave, chat: Chat) -> None:
+    chat.messages += turn(1) + turn(2) + turn(3)
+    autosave.save()
+    times = [message["at"] for message in conversations.load(autosave.name).messages]
+    del chat.messages[:4]
+    autosave.save()
+    last = json.loads(conversations.path_of(autosave.name).read_text().splitlines()[-1])
+    assert (last["start"], last["keep"], last["add"]) == (4, 2, [])
+    assert [message["at"] for message in conversations.load(autosave.name).messages] == times[4:]
+
+
+def test_one_that_was_emptied_keeps_its_settings(autosave: Autosave, chat: Chat) -> None:
+    chat.messages += turn(1)
+    autosave.rename("mine")
+    chat.clear()
+    autosave.start_anew()
+    for _ in range(2):
+        autosave.close()
+        opened = autosave.open("mine")
+        assert opened is not None
+        assert (opened.messages, opened.settings) == ([], {"temperature": 0.5})
 
 
 def chunks(chat: Chat, *pieces: tuple[str, str], question: str = "q") -> Iterator[Chunk]:
