@@ -34,6 +34,8 @@ class Autosave:
         self._written: list[dict[str, Any]] = []  # what the file says
         self._settings: tuple[str, Mapping[str, Any]] = ("", {})
         self._pending = False  # it also says that an answer has begun
+        self._asked: dict[str, Any] | None = None  # the message of the turn that runs
+        self._asked_at = ""
         self._empty = True  # nothing was said since it was made
 
     @property
@@ -192,7 +194,9 @@ class Autosave:
 
     def _write(self, file: ConversationFile, messages: list[dict[str, Any]]) -> None:
         start, keep = _common(self._written, messages)
-        file.change(start, keep, messages[keep:])
+        add = [{**m, "at": self._asked_at} if m is self._asked else m for m in messages[keep:]]
+        self._written = []  # if this is broken off, who knows what the file says: then all is written anew
+        file.change(start, keep, add)
         self._written, self._pending = [dict(message) for message in messages], False
         self._empty = self._empty and not messages
 
@@ -202,7 +206,8 @@ class Autosave:
         file = self._opened()
         if messages[:keep] != self._written[:keep]:
             self._write(file, messages[:keep])
-        file.append({"at": now(), "keep": keep, "begin": None if asked is None else messages[keep]})
+        self._asked, self._asked_at = messages[keep] if asked is not None else None, now()
+        file.append({"at": self._asked_at, "keep": keep, "begin": self._asked})
         self._pending, self._empty = True, False
 
     def _write_pieces(self, pieces: Mapping[str, str]) -> None:

@@ -163,7 +163,7 @@ class ConversationFile:
         """Write one line; it is on the disk afterwards, or (durable=False) in the system's hands.
 
         Raises:
-            OSError: it cannot be written; then nothing of it stays.
+            OSError: it cannot be written; then nothing of it stays, nor after Ctrl-C.
         """
         before = os.fstat(self._fd).st_size
         data = memoryview(json.dumps(line, ensure_ascii=True).encode() + b"\n")
@@ -172,7 +172,7 @@ class ConversationFile:
                 data = data[os.write(self._fd, data) :]
             if durable:
                 os.fsync(self._fd)
-        except OSError:
+        except BaseException:
             os.ftruncate(self._fd, before)
             raise
 

@@ -45,9 +45,14 @@ def chosen_by(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def chosen(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Field -> value of what a conversation keeps that goes on with `settings` and these flags."""
+    return stored(settings) | chosen_by(args)
+
+
 def adopted(args: argparse.Namespace, settings: Mapping[str, Any]) -> argparse.Namespace:
     """A copy of `args` with a conversation's settings where no flag was given."""
-    return argparse.Namespace(**(vars(args) | stored(settings) | chosen_by(args)))
+    return argparse.Namespace(**(vars(args) | chosen(args, settings)))
 
 
 def apply(chat: Chat, args: argparse.Namespace, generation_config: Mapping[str, Any]) -> None:

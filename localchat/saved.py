@@ -25,7 +25,8 @@ def open_saved(args: argparse.Namespace) -> Saved:
     if not name:
         return autosave, None
     conversation = autosave.open(name, create=not args.continue_last)
-    autosave.chosen |= conversation_settings.chosen_by(settings_of(args, conversation))
+    if conversation is not None:
+        autosave.chosen.update(conversation_settings.chosen(args, conversation.settings))
     return autosave, conversation
 
 

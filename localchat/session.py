@@ -155,7 +155,7 @@ def converse(opened: Opened, args: argparse.Namespace, saved: Saved) -> int:
         own = conversation_settings.adopted(args, settings)
         conversation_settings.apply(chat, own, opened.generation_config)
         autosave.chosen.clear()
-        autosave.chosen.update(conversation_settings.chosen_by(own))
+        autosave.chosen.update(conversation_settings.chosen(args, settings))
 
     commands = slash.SlashCommands(
         chat,

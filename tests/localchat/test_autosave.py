@@ -1,6 +1,7 @@
 """Whatever happens to a chat's messages, its file says the same afterwards."""
 
 import json
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from localchat import autosave as room
+from localchat import conversation_file as file_room
 from localchat import conversations
 from localchat.autosave import Autosave
 from localchat.chat import Chat, Chunk
@@ -170,6 +172,53 @@ def test_a_full_disk_is_told_once_and_made_up_for(
 
 def _full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_ctrl_c_while_a_drop_is_saved(
+    autosave: Autosave, chat: Chat, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    chat.messages += turn(1) + turn(2) + turn(3)
+    autosave.save()
+    assert autosave._file is not None
+    sync = os.fsync
+    del chat.messages[:4]
+    with monkeypatch.context() as patch:
+        change = autosave._file.change
+
+        def interrupted(*arguments: Any) -> None:
+            if written:
+                change(*arguments)
+            raise KeyboardInterrupt
+
+        patch.setattr(autosave._file, "change", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            autosave.save()
+    chat.messages += turn(4)
+    autosave.save()
+    assert in_file(autosave) == turn(3) + turn(4)
+    chat.messages.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(file_room.os, "fsync", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            autosave.save()
+    assert os.fsync is sync
+    assert in_file(autosave) == turn(3) + turn(4)
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_message_has_the_time_of_its_turn_s_begin(
+    autosave: Autosave, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(f"2026-01-01T00:00:0{n}+00:00" for n in range(9))
+    monkeypatch.setattr(room, "now", lambda: next(times))
+    monkeypatch.setattr(file_room, "now", lambda: next(times))
+    list(autosave.record("q", chunks(chat)))
+    asked, answer = conversations.load(autosave.name).messages
+    assert asked["at"] < answer["at"]
 
 
 def test_a_name_is_given_and_a_second_one_makes_a_copy(autosave: Autosave, chat: Chat) -> None:

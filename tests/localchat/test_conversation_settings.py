@@ -49,4 +49,5 @@ def test_a_flag_has_precedence_and_the_model_s_defaults_stand_below() -> None:
     assert (chat.system, chat.max_tokens, chat.stop) == ("S", 3, ("END",))
     assert chat.template_variables == {"enable_thinking": False}
     assert room.chosen_by(args) == {"temperature": 0.9, "max_tokens": 3}
-    assert room.chosen_by(own) == {**SAVED, "temperature": 0.9, "max_tokens": 3}
+    assert room.chosen(args, SAVED) == {**SAVED, "temperature": 0.9, "max_tokens": 3}
+    assert room.chosen(args, {"temperature": "hot", "top_k": 2}) == {"temperature": 0.9, "max_tokens": 3, "top_k": 2}

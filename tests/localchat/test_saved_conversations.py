@@ -282,3 +282,11 @@ def test_one_answer_in_a_conversation(command: Callable[..., Any], scripted: Scr
     assert exported.startswith("# mine\n\ntiny, 20")
     assert "## System\n\nS\n\n## User\n\nhello\n\n## Assistant\n\nabc\n" in exported
     assert json.loads(command("sessions", "export", "mine", "--json").stdout) == shown
+
+
+def test_where_nothing_can_be_saved_it_is_said_once(chat: Callable[..., Any], scripted: Scripted) -> None:
+    window = chat(scripted("abc"), XDG_STATE_HOME="/dev/null/x")
+    assert "\nabc\n" in say(window, "one")
+    assert "\nabc\n" in say(window, "two")
+    assert window.text.count("the conversation cannot be saved at the moment") == 1
+    assert "set XDG_STATE_HOME" in window.text.replace("\n", "")
