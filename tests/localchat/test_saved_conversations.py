@@ -47,7 +47,7 @@ def test_killed_in_the_middle_of_a_reply_and_continued(
     model = scripted("abcdefghij", loop=True)
     window = chat(model, "-n", "12", "--temp", "0.25", "-s", "Be brief.")
     say(window, "first")
-    window.send("/set max_tokens -1\r")
+    say(window, "/set max_tokens -1")
     window.send("second\r")
     (path,) = files(_private_home)
     window.wait_for(lambda text: text.count("abcdefghij") > 3)
