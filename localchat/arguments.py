@@ -22,6 +22,7 @@ COMMANDS = {
     "show": "describe a model and the memory it needs",
     "quantize": "convert a checkpoint to a packed INT4 folder",
     "bench": "measure prefill and decode speed",
+    "sessions": "list, show, export or remove saved conversations",
 }
 ALIASES = {"chat": "run", "ls": "list", "quantise": "quantize"}
 _MISSING = "the following arguments are required: "  # argparse's words
@@ -113,6 +114,8 @@ def parser_for(command: str) -> Parser:
     parser.set_defaults(command=command)
     if command == "quantize":
         _quantize_flags(parser)
+    elif command == "sessions":
+        _sessions_flags(parser)
     elif command == "list":
         parser.flag("--json", action="store_true", help="print one JSON document")
     else:
@@ -122,7 +125,7 @@ def parser_for(command: str) -> Parser:
             _run_flags(parser)
         elif command in ("show", "bench"):
             parser.flag("--json", action="store_true", help="print one JSON document")
-    if command not in ("list", "show"):  # these two never download
+    if command not in ("list", "show", "sessions"):  # these two never download
         parser.flag("--offline", action="store_true", help="use only what is on the disk")
         parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
     if command in ("run", "bench"):
@@ -157,10 +160,20 @@ def _run_flags(parser: Parser) -> None:
         )
     parser.flag("--think", dest="think", action="store_true", default=None, help="ask the model to think first")
     parser.flag("--no-think", dest="think", action="store_false", help="ask the model not to think")
+    parser.flag("-C", "--continue", dest="continue_last", action="store_true", help="go on with the last conversation")
+    parser.flag("--session", metavar="NAME", help="go on with the conversation NAME, or begin it")
     parser.flag("--hide-thinking", action="store_true", help="do not show thoughts")
     parser.flag("--no-stdin", action="store_true", help="do not read a prompt from stdin")
     parser.flag("--color", choices=("auto", "on", "off"), default="auto", help="colours on a terminal")
     parser.flag("--verbose", action="store_true", help="print counts, timings and the seed on stderr")
+
+
+def _sessions_flags(parser: Parser) -> None:
+    actions = ("list", "show", "rm", "export")
+    parser.add_argument("action", nargs="?", choices=actions, default="list", metavar="|".join(actions), help="(list)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which conversations")
+    parser.flag("--json", action="store_true", help="print one JSON document (export: instead of Markdown)")
+    parser.flag("-o", "--output", metavar="FILE", help="export into a new file instead of stdout")
 
 
 def _quantize_flags(parser: Parser) -> None:

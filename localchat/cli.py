@@ -49,21 +49,39 @@ def _run(words: Sequence[str]) -> int:
         from localchat import listing
 
         return listing.print_models(as_json=args.json, with_usage=not args.command)
-    commands = {"run": _chat, "pull": _pull, "show": _show, "quantize": _quantize, "bench": _bench}
+    commands = {
+        "run": _chat,
+        "pull": _pull,
+        "show": _show,
+        "quantize": _quantize,
+        "bench": _bench,
+        "sessions": _sessions,
+    }
     return commands[args.command](args)
 
 
 def _chat(args: argparse.Namespace) -> int:
     from localchat.prepare import packed_folder
     from localchat.prompt_input import read_prompt
+    from localchat.saved import open_saved, settings_of
 
     argument = " ".join(args.prompt) if args.prompt else None
     prompt = read_prompt(argument, use_stdin=not args.no_stdin, notices=sys.stderr)
-    folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
-    from localchat import session
+    saved = open_saved(args)  # before anything is downloaded
+    try:
+        folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
+        from localchat import session
 
-    opened = session.open_chat(folder, args)
-    return session.converse(opened, args) if prompt is None else session.answer(opened, prompt, args)
+        opened = session.open_chat(folder, settings_of(args, saved[1]))
+        return session.converse(opened, args, saved) if prompt is None else session.answer(opened, prompt, saved)
+    finally:
+        saved[0].close()
+
+
+def _sessions(args: argparse.Namespace) -> int:
+    from localchat.sessions_command import run
+
+    return run(args)
 
 
 def _pull(args: argparse.Namespace) -> int:
