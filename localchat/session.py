@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -9,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localchat import ledger, parameters, registry, slash
+from localchat import ledger, parameters, registry, settings, slash
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
 from localchat.config import ModelConfig, load_config, read_json
 from localchat.device import choose_device
 from localchat.engine import Engine
-from localchat.errors import DoesNotFit, UsageError
+from localchat.envelope import Collector, envelope, with_code
+from localchat.errors import DoesNotFit, UsageError, UserError
+from localchat.extract import ExtractPrinter, FirstCodeBlock
 from localchat.listing import describe_config, ledger_text
 from localchat.prepare import registry_name, say, size_text
 from localchat.stats import memory_used
@@ -38,6 +41,7 @@ class Opened:
     look: Look
     load_seconds: float
     seed_is_fixed: bool
+    folder: Path
 
 
 def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
@@ -52,7 +56,8 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     context = context_length(args.ctx, config, folder, device, args.vram)
     generation = folder / "generation_config.json"
     flags = sampling_flags(args)
-    sampling = parameters.sampling_for(flags, read_json(generation) if generation.exists() else {})
+    defaults = read_json(generation) if generation.exists() else {}
+    sampling = parameters.sampling_for(flags, defaults)
     name = registry_name(args.model)
     with loading(name):
         tokenizer = Tokenizer.load(folder)
@@ -66,8 +71,10 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         system=args.system,
         max_tokens=args.max_tokens,
         stop=args.stop or (),
-        template_variables={} if args.think is None else {"enable_thinking": args.think},
+        template_variables=parameters.think_variables(args.think),
     )
+    for notice in unheard(args, template.source, device):
+        say(notice)
     used, total = memory_used(device)
     summary = f"{name} - {describe_config(config)} - context {context:,} - {used / 1e9:.1f}/{total / 1e9:.1f} GB"
     return Opened(
@@ -76,10 +83,17 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         about=slash.About(
             info=f"{summary}\n{folder}",
             memory=ledger_text(ledger.ledger_of_folder(folder, context, _kind(device)), device),
+            origins=parameters.sampling_origins(settings.given_origins(args), defaults),
+            fixed=(
+                ("ctx", context, args.origins["ctx"]),
+                ("gpu", device, args.origins["gpu"]),
+                ("vram", args.vram, args.origins["vram"]),
+            ),
         ),
         look=Look(args.color, hide_thinking=args.hide_thinking, verbose=args.verbose, device=device),
         load_seconds=time.perf_counter() - start,
         seed_is_fixed="seed" in flags,
+        folder=folder,
     )
 
 
@@ -133,15 +147,47 @@ def _kind(device: str) -> str:
 
 
 def answer(opened: Opened, prompt: str, args: argparse.Namespace) -> int:
-    """Answer one prompt on stdout: 0, or 130 where Ctrl-C stopped it."""
-    reply = stream_reply(opened.chat.reply(prompt), printer_for(opened.look))
+    """Answer one prompt on stdout: 0, or 130 where Ctrl-C stopped it.
+
+    Raises:
+        UserError: --extract, and the answer has no code block.
+    """
+    collector, extractor = Collector() if args.json else None, ExtractPrinter(sys.stdout) if args.extract else None
+    reply = stream_reply(opened.chat.reply(prompt), collector or extractor or printer_for(opened.look))
+    if collector is not None:
+        about = {"name": registry_name(args.model), "folder": opened.folder, "load_seconds": opened.load_seconds}
+        document = envelope(collector.texts, reply, opened.chat.sampling, **about)
+        print(json.dumps(with_code(document) if args.extract else document, indent=2), flush=True)
     if reply.last is not None and args.verbose:
         print(stats_block(reply.last.stats, opened.chat.sampling.seed, opened.load_seconds), file=sys.stderr)
     if reply.last is not None and reply.last.finish_reason == "context":
         say("the answer stops here because the context is full")
     for notice in notices(reply):
         say(notice)
+    if extractor is not None and collector is None and not reply.interrupted:
+        _check_extracted(extractor.block, opened.chat.sampling.seed)
     return 130 if reply.interrupted else 0
+
+
+def _check_extracted(block: FirstCodeBlock, seed: int) -> None:
+    if not block.found:
+        hint = f"--seed {seed} without --extract shows the same answer whole."
+        raise UserError("the answer has no code block, so nothing was extracted.", hint)
+    if not block.closed:
+        say("the code block was not finished")
+
+
+def unheard(args: argparse.Namespace, template: str, device: str) -> list[str]:
+    """A sentence for each flag that was given and changes nothing for this model on this device."""
+    lines = []
+    if "think" in args.given and "enable_thinking" not in template:
+        flag = "--no-think" if args.think is False else "--think"
+        lines.append(f"{flag} changes nothing: this model's chat template has no switch for thinking")
+    elif "think" in args.given and isinstance(args.think, str) and "reasoning_effort" not in template:
+        lines.append(f"--think={args.think} is --think here: this model's chat template knows no efforts")
+    if "kv_cache" in args.given and device == "cpu":
+        lines.append(f"--kv-cache {args.kv_cache} is for cards: a processor keeps keys and values in fp32")
+    return lines
 
 
 def converse(opened: Opened, args: argparse.Namespace) -> int:

@@ -4,8 +4,8 @@
 """
 
 import difflib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from localchat import parameters
@@ -35,10 +35,16 @@ NAMES = ("/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/r
 
 @dataclass(frozen=True)
 class About:
-    """What /show can say of the model: a few lines each, made when it was loaded."""
+    """What /show can say of the model: a few lines each, made when it was loaded.
+
+    `origins` says where the parameters' values are from (field -> words), `fixed` are (name, value, origin) of those
+    that cannot be set any more.
+    """
 
     info: str
     memory: str
+    origins: Mapping[str, str] = field(default_factory=dict)
+    fixed: tuple[tuple[str, Any, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class SlashCommands:
 
     def __init__(self, chat: Chat, about: About, *, seed_is_fixed: bool) -> None:
         self._chat, self._about = chat, about
+        self._origins = dict(about.origins)
         self.seed_is_fixed = seed_is_fixed
 
     def run(self, text: str) -> str | Retry | Edit | None:
@@ -141,6 +148,8 @@ class SlashCommands:
             return self._set_system(value)
         if name in ("think", "nothink") and not value:
             self._chat.template_variables["enable_thinking"] = name == "think"
+            self._chat.template_variables.pop("reasoning_effort", None)
+            self._origins["think"] = parameters.SET
             return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
         parameter = parameters.find(name)
         if not value:
@@ -153,6 +162,7 @@ class SlashCommands:
         else:
             self._chat.sampling = replace(self._chat.sampling, **{parameter.field: parsed})
             self.seed_is_fixed = self.seed_is_fixed or parameter.field == "seed"
+        self._origins[parameter.field] = parameters.SET
         return f"{parameter.names[0]} = {visible(value)}"
 
     def _set_system(self, text: str) -> str:
@@ -165,13 +175,14 @@ class SlashCommands:
         values |= {"max_tokens": self._chat.max_tokens, "stop": list(self._chat.stop) or None}
         if not self.seed_is_fixed:
             values["seed"] = "drawn for each reply"
-        rows = []
-        for parameter in parameters.PARAMETERS:
-            value = values[parameter.field]
-            rows.append(f"{parameter.names[0]:<18} {'not set' if value is None else visible(str(value))}")
+        rows = [(p.names[0], values[p.field], self._origin(p.field)) for p in parameters.PARAMETERS]
         think = {None: "as the model does by itself", True: "on", False: "off"}
-        rows.append(f"{'think':<18} {think[self._chat.template_variables.get('enable_thinking')]}")
-        return "\n".join(rows)
+        variables = self._chat.template_variables
+        shown = variables.get("reasoning_effort") or think[variables.get("enable_thinking")]
+        return parameters.table([*rows, ("think", shown, self._origin("think")), *self._about.fixed])
+
+    def _origin(self, field: str) -> str:
+        return self._origins.get(field, parameters.BUILT_IN)
 
     def _show(self, rest: str) -> str:
         if rest == "parameters":
