@@ -17,7 +17,7 @@ from localchat.text_safety import one_line
 
 FILES = ":files"
 # What a shell inserts it also runs: names with any other character are left to the user's own fingers.
-_HARMLESS = re.compile(r"[\w@%+:,./-]+", re.ASCII)
+_HARMLESS = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 _BASH = """\
 # bash completion of localchat
