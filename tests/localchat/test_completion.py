@@ -126,6 +126,11 @@ SHELLS: dict[str, tuple[list[str], list[str]]] = {
         ["PS1='$ '; unsetopt zle_bracketed_paste 2>/dev/null; unset zle_bracketed_paste; autoload -Uz compinit; "
          "compinit -u -D", "source <(localchat completion zsh)"],
     ),
+    "zsh, from a file": (
+        ["zsh", "-f", "-i"],
+        ["PS1='$ '; mkdir ../zfunc; localchat completion zsh > ../zfunc/_localchat; fpath+=$PWD/../zfunc",
+         "unset zle_bracketed_paste; autoload -Uz compinit; compinit -u -D"],
+    ),
     "fish": (
         ["fish", "--no-config", "-i"],
         ["function fish_prompt; echo '$ '; end", "localchat completion fish | source"],
