@@ -7,7 +7,7 @@ import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localchat import parameters, values
 from localchat.config import GROUP_SIZES
@@ -82,7 +82,7 @@ def _run(parser: "Parser") -> None:
     parser.flag("-f", "--file", dest="files", action="append", metavar="FILE", file=True, help=files)
     parser.flag("--no-stdin", action="store_true", help="do not read a prompt from stdin")
     parser.section("conversation")
-    which = {"excludes": "session"}
+    which: dict[str, Any] = {"excludes": "session"}
     text = "go on with the last conversation"
     parser.flag("-C", "--continue", dest="continue_last", action="store_true", help=text, **which)
     parser.flag("--session", metavar="NAME", help="go on with the conversation NAME, or begin it", **which)
@@ -146,7 +146,7 @@ def _bench(parser: "Parser") -> None:
     _model(parser)
     synthetic = "random weights of the model's shapes, nothing downloaded"
     parser.flag("--synthetic", action="store_true", help=synthetic)
-    number = {"convert": values.positive, "metavar": "N"}
+    number: dict[str, Any] = {"convert": values.positive, "metavar": "N"}
     parser.flag("-p", "--prompt-tokens", default=512, help="prompt length (default: 512)", **number)
     parser.flag("-n", "--tokens", default=128, help="tokens to decode (default: 128)", **number)
     _json(parser)

@@ -3,8 +3,8 @@
 stdin and files are read as bytes here and nowhere else, because what they hold may not be text at all.
 """
 
-import html
 import os
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -51,21 +51,23 @@ def read_file(name: str, notices: TextIO) -> str:
     Raises:
         UsageError: it is absent, unreadable, too large, or no text.
     """
-    shown = one_line(name)
+    shown = one_line(name) or repr(name)
     try:
         with Path(name).expanduser().open("rb") as file:
             data = file.read(_LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{shown or repr(name)} cannot be read: {reason}.") from error
+        raise UsageError(f"{shown} cannot be read: {one_line(reason)}.") from error
     if len(data) > _LARGEST_FILE:
         raise UsageError(f"{shown} holds more than {_LARGEST_FILE:,} bytes, which no context has room for.")
-    return decode(data, notices, shown)
+    return decode(data, notices, name)
 
 
 def named_file(name: str, text: str) -> str:
-    """A file's text as it stands in a prompt."""
-    return f'<file name="{html.escape(one_line(name))}">\n{text.rstrip(chr(10))}\n</file>'
+    """A file's text as it stands in a prompt: a block of Markdown, fenced with more backticks than it holds."""
+    longest = max((len(run) for run in re.findall("`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return "\n".join([f"{one_line(name)}:", fence, text.rstrip("\n"), fence])
 
 
 def _read_stdin(notices: TextIO) -> str:
@@ -82,10 +84,10 @@ def _read_stdin(notices: TextIO) -> str:
         parts.append(part)
 
 
-def decode(data: bytes, notices: TextIO, source: str = "stdin") -> str:
-    """UTF-8 without a byte order mark and with LF line ends; bytes that are not UTF-8 become U+FFFD, with a warning.
+def decode(data: bytes, notices: TextIO, name: str = "stdin") -> str:
+    """The text in `data`: UTF-8 without a byte order mark and with LF line ends.
 
-    source: what the bytes are from, in a few words.
+    Bytes that are not UTF-8 become U+FFFD, with a warning about `name`.
 
     Raises:
         UsageError: the bytes are not text.
@@ -93,13 +95,17 @@ def decode(data: bytes, notices: TextIO, source: str = "stdin") -> str:
     zeros = data.count(0)
     if zeros:
         raise UsageError(
-            f"{source} holds {zeros:,} NUL bytes in {len(data):,}, so it is binary or UTF-16.",
+            f"{one_line(name)} holds {zeros:,} NUL bytes in {len(data):,}, so it is binary or UTF-16.",
             "convert it to UTF-8 text first (`iconv -t utf-8`).",
         )
     text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
     invalid = text.count("\N{REPLACEMENT CHARACTER}") - data.count("\N{REPLACEMENT CHARACTER}".encode())
     if invalid > _MOST_INVALID * len(text):
-        raise UsageError(f"{source} holds {len(data):,} bytes with {invalid:,} faults in its UTF-8, so it is not text.")
+        raise UsageError(
+            f"{one_line(name)} holds {len(data):,} bytes with {invalid:,} faults in its UTF-8, so it is not text."
+        )
     if invalid:
-        print(f"localchat: warning: replaced {invalid:,} sequences in {source} that are not UTF-8", file=notices)
+        print(
+            f"localchat: warning: replaced {invalid:,} sequences in {one_line(name)} that are not UTF-8", file=notices
+        )
     return text.replace("\r\n", "\n")

@@ -155,8 +155,14 @@ def answer(opened: Opened, prompt: str, args: argparse.Namespace) -> int:
     collector, extractor = Collector() if args.json else None, ExtractPrinter(sys.stdout) if args.extract else None
     reply = stream_reply(opened.chat.reply(prompt), collector or extractor or printer_for(opened.look))
     if collector is not None:
-        about = {"name": registry_name(args.model), "folder": opened.folder, "load_seconds": opened.load_seconds}
-        document = envelope(collector.texts, reply, opened.chat.sampling, **about)
+        document = envelope(
+            collector.texts,
+            reply,
+            opened.chat.sampling,
+            name=registry_name(args.model),
+            folder=opened.folder,
+            load_seconds=opened.load_seconds,
+        )
         print(json.dumps(with_code(document) if args.extract else document, indent=2), flush=True)
     if reply.last is not None and args.verbose:
         print(stats_block(reply.last.stats, opened.chat.sampling.seed, opened.load_seconds), file=sys.stderr)

@@ -95,13 +95,16 @@ def complete(args: argparse.Namespace) -> list[str]:
     return _slips(os.environ)
 
 
-def adopt(args: argparse.Namespace, saved: Mapping[str, Any], origin: str) -> None:
-    """Take the values (field -> value) of a session, where neither a flag nor the environment says otherwise."""
+def adopted(args: argparse.Namespace, saved: Mapping[str, Any], origin: str) -> argparse.Namespace:
+    """A copy of `args` with a session's values (field -> value), but where a flag or the environment says otherwise."""
+    copy = argparse.Namespace(**vars(args))
+    copy.origins = dict(args.origins)
     for field, value in saved.items():
         now = args.origins.get(field, "")
         if now != FLAG and not now.startswith(PREFIX):
-            setattr(args, field, value)
-            args.origins[field] = origin
+            setattr(copy, field, value)
+            copy.origins[field] = origin
+    return copy
 
 
 def given_origins(args: argparse.Namespace) -> dict[str, str]:

@@ -180,10 +180,10 @@ def test_thinking_is_passed_to_the_template(command: Command, scripted: Scripted
 def test_files_stand_named_between_stdin_and_the_argument(
     command: Command, scripted: Scripted, tmp_path: Path, words: list[str]
 ) -> None:
-    file = tmp_path / "a <b>.txt"
-    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\n")
+    file = tmp_path / "a b.md"
+    file.write_bytes(b"\xef\xbb\xbfone\r\n```\n\n")
     given = [word.format(file) for word in words]
-    block = f'<file name="{tmp_path}/a &lt;b&gt;.txt">\none\ntwo\n</file>'
+    block = f"{file}:\n````\none\n```\n````"
     wanted = "\n\n".join(["in", *[block] * "".join(words).count("{}"), "argument"])
     counts = []
     for more, stdin in ((given, b"in\n"), ([], wanted.removesuffix("\n\nargument").encode())):

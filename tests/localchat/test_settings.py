@@ -33,8 +33,10 @@ def test_flag_over_environment_over_session_over_config(config: Path, monkeypatc
     monkeypatch.setenv("LOCALCHAT_TEMP", "0.5")
     monkeypatch.setenv("LOCALCHAT_TOP_P", "0.6")
     args = completed("--temp", "0.9")
-    settings.adopt(args, {"temperature": 7, "top_p": 7, "min_p": 0.7, "presence_penalty": 1.5}, "session x")
-    got = {name: (getattr(args, name, None), args.origins.get(name)) for name in _SHOWN}
+    before = vars(args) | {"origins": dict(args.origins)}
+    adopted = settings.adopted(args, {"temperature": 7, "top_p": 7, "min_p": 0.7, "presence_penalty": 1.5}, "session x")
+    assert vars(args) == before
+    got = {name: (getattr(adopted, name, None), adopted.origins.get(name)) for name in _SHOWN}
     assert got == {
         "temperature": (0.9, "flag"),
         "top_p": (0.6, "LOCALCHAT_TOP_P"),
@@ -45,7 +47,7 @@ def test_flag_over_environment_over_session_over_config(config: Path, monkeypatc
         "repetition_penalty": (None, None),  # the model's or the built-in value
         "gpu": ("auto", "built-in"),
     }
-    assert "gpu" not in settings.given_origins(args)
+    assert "gpu" not in settings.given_origins(adopted)
 
 
 _SHOWN = ("temperature", "top_p", "min_p", "top_k", "ctx", "presence_penalty", "repetition_penalty", "gpu")
