@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title, self._optionals.title = "arguments", "flags"
         self.actions: dict[str, argparse.Action] = {}  # by flag, those that help does not show left out
         self.takes_file: set[str] = set()  # flags whose value is a file's name
-        self.positionals: list[str] = []
+        self.positionals: list[argparse.Action] = []
         self._fallback: dict[str, Any] = {}
         self._section: Any = None
         self._rivals: dict[str, Any] = {}
@@ -77,8 +77,7 @@ class Parser(argparse.ArgumentParser):
 
     def positional(self, name: str, **options: Any) -> None:
         """`add_argument` for a word without a flag."""
-        self.positionals.append(name)
-        self.add_argument(name, **options)
+        self.positionals.append(self.add_argument(name, **options))
 
     def flag(self, *names: str, convert: Callable[[str], Any] | None = None, **options: Any) -> None:
         """`add_argument` for an option. `convert` raises UsageError; `file=True`: the value names a file.

@@ -153,10 +153,12 @@ def _values(parser: Parser, flag: str, word: str) -> Iterator[tuple[str, str]]:
 def _positional(parser: Parser, command: str, before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
     """What the next word without a flag may be."""
     words = [w for at, w in enumerate(before) if not w.startswith("-") and not _wants_value(parser, before[at - 1])]
-    name = parser.positionals[len(words)] if len(words) < len(parser.positionals) else ""
-    if name == "shell":
-        yield from _starting(word, dict.fromkeys(flags.SHELLS, ""))
-    elif name in ("model", "source"):
+    action = parser.positionals[len(words)] if len(words) < len(parser.positionals) else None
+    if action is None:
+        return
+    if action.choices:
+        yield from _starting(word, dict.fromkeys(map(str, action.choices), ""))
+    elif action.dest in ("model", "source"):
         found = list(_starting(word, _models(only_here=command == "rm")))
         yield from found or [(FILES, "")]
 

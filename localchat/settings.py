@@ -23,7 +23,7 @@ from localchat.parameters import BUILT_IN, FLAG
 from localchat.text_safety import one_line
 
 PREFIX = "LOCALCHAT_"
-OTHER_VARIABLES = ("LOCALCHAT_CACHE",)  # read elsewhere, and no flag's
+OTHER_VARIABLES = ("LOCALCHAT_CACHE", "LOCALCHAT_HISTORY")  # read elsewhere, and no flag's
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -412,6 +413,30 @@ def test_signals_during_an_answer(
         _, stderr = process.communicate()
     assert process.returncode == code
     assert b"Traceback" not in stderr
+
+
+def test_an_interrupted_answer_is_a_whole_object(environment: dict[str, str], scripted: Scripted) -> None:
+    words = [sys.executable, "-m", "localchat", "run", str(scripted("abcdefghij", loop=True)), "-c", "65000", "hi"]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*words, "--json"], env=environment, **pipes) as process:
+        time.sleep(5)  # it has nothing to say before its end
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate()
+    assert (process.returncode, stderr) == (130, b"")
+    assert json.loads(stdout)["finish_reason"] == "interrupted"
+    assert json.loads(stdout)["text"].startswith("abcdefghijabc")
+
+
+@pytest.mark.parametrize("flag", ["--json", "-x", "--raw"])
+def test_a_pipe_that_is_closed_or_full(environment: dict[str, str], coding: Path, flag: str) -> None:
+    base = f"{sys.executable} -m localchat run {coding} {flag} hi </dev/null"
+    ended = [
+        subprocess.run(["bash", "-c", line], capture_output=True, env=environment, check=False)
+        for line in (f"({base}; echo $? >&2) | true", f"{base} >/dev/full")
+    ]
+    assert ended[0].stderr == b"141\n"
+    assert ended[1].returncode == 1
+    assert ended[1].stderr.startswith(b"localchat: error: No space left on device.")
 
 
 def test_interrupted_while_waiting(environment: dict[str, str]) -> None:

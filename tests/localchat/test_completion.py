@@ -159,7 +159,7 @@ def shell(request: pytest.FixtureRequest, terminal: Callable[..., Any], shell_ho
     ("typed", "completed"),
     [
         ("localchat compl\t", "localchat completion"),
-        ("localchat run zeb\t", "localchat run zebra/Stripes-1B"),
+        ("localchat run zeb\t", "localchat run zebra/Stripes-1B"),  # the other zebra is not offered
         ("localchat run x --system-f\t", "localchat run x --system-file"),
         ("localchat run x --color=of\t", "localchat run x --color=off"),
         ("localchat run x -f no\t", "localchat run x -f notes.txt"),
@@ -174,4 +174,3 @@ def test_in_a_real_shell(shell: Any, typed: str, completed: str) -> None:
 def test_a_choice_is_listed(shell: Any) -> None:
     shell.send("localchat run qwen3.\t\t")
     shell.wait_for(lambda text: all(f"qwen3.{n}-27b" in text for n in (5, 6, 8)))
-    assert "pwned" not in shell.text
