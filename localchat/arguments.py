@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from localchat import __version__, flags
+from localchat import __version__, flags, parameters
 from localchat.errors import UsageError
 from localchat.text_safety import one_line
 
@@ -133,6 +133,7 @@ class Parser(argparse.ArgumentParser):
             if name not in given:
                 setattr(args, name, value)
         args.command, args.given, args.settable = self.command, given, frozenset(self._dests())
+        args.origins = dict.fromkeys(given, parameters.FLAG)  # settings.py adds the rest
         return args
 
     def _dests(self) -> set[str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -10,20 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localchat import ledger, parameters, registry, settings, slash
+from localchat import ledger, one_answer, parameters, registry, settings, slash
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
 from localchat.config import ModelConfig, load_config, read_json
 from localchat.device import choose_device
 from localchat.engine import Engine
-from localchat.envelope import Collector, envelope, with_code
-from localchat.errors import DoesNotFit, UsageError, UserError
-from localchat.extract import ExtractPrinter, FirstCodeBlock
+from localchat.errors import DoesNotFit, UsageError
 from localchat.listing import describe_config, ledger_text
 from localchat.prepare import registry_name, say, size_text
 from localchat.stats import memory_used
 from localchat.statusline import notices, stats_block
-from localchat.stream import Look, console_for, printer_for, stream_reply
+from localchat.stream import Look, console_for, stream_reply
 from localchat.template import ChatTemplate
 from localchat.tokenizer import Tokenizer
 
@@ -73,7 +70,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         stop=args.stop or (),
         template_variables=parameters.think_variables(args.think),
     )
-    for notice in unheard(args, template.source, device):
+    for notice in settings.unheard(args, template.source, device):
         say(notice)
     used, total = memory_used(device)
     summary = f"{name} - {describe_config(config)} - context {context:,} - {used / 1e9:.1f}/{total / 1e9:.1f} GB"
@@ -152,48 +149,16 @@ def answer(opened: Opened, prompt: str, args: argparse.Namespace) -> int:
     Raises:
         UserError: --extract, and the answer has no code block.
     """
-    collector, extractor = Collector() if args.json else None, ExtractPrinter(sys.stdout) if args.extract else None
-    reply = stream_reply(opened.chat.reply(prompt), collector or extractor or printer_for(opened.look))
-    if collector is not None:
-        document = envelope(
-            collector.texts,
-            reply,
-            opened.chat.sampling,
-            name=registry_name(args.model),
-            folder=opened.folder,
-            load_seconds=opened.load_seconds,
-        )
-        print(json.dumps(with_code(document) if args.extract else document, indent=2), flush=True)
+    printer = one_answer.printer_of(args, opened.look)
+    reply = stream_reply(opened.chat.reply(prompt), printer)
     if reply.last is not None and args.verbose:
         print(stats_block(reply.last.stats, opened.chat.sampling.seed, opened.load_seconds), file=sys.stderr)
     if reply.last is not None and reply.last.finish_reason == "context":
         say("the answer stops here because the context is full")
     for notice in notices(reply):
         say(notice)
-    if extractor is not None and collector is None and not reply.interrupted:
-        _check_extracted(extractor.block, opened.chat.sampling.seed)
+    one_answer.finish(printer, reply, opened.chat.sampling, args, opened.folder, opened.load_seconds)
     return 130 if reply.interrupted else 0
-
-
-def _check_extracted(block: FirstCodeBlock, seed: int) -> None:
-    if not block.found:
-        hint = f"--seed {seed} without --extract shows the same answer whole."
-        raise UserError("the answer has no code block, so nothing was extracted.", hint)
-    if not block.closed:
-        say("the code block was not finished")
-
-
-def unheard(args: argparse.Namespace, template: str, device: str) -> list[str]:
-    """A sentence for each flag that was given and changes nothing for this model on this device."""
-    lines = []
-    if "think" in args.given and "enable_thinking" not in template:
-        flag = "--no-think" if args.think is False else "--think"
-        lines.append(f"{flag} changes nothing: this model's chat template has no switch for thinking")
-    elif "think" in args.given and isinstance(args.think, str) and "reasoning_effort" not in template:
-        lines.append(f"--think={args.think} is --think here: this model's chat template knows no efforts")
-    if "kv_cache" in args.given and device == "cpu":
-        lines.append(f"--kv-cache {args.kv_cache} is for cards: a processor keeps keys and values in fp32")
-    return lines
 
 
 def converse(opened: Opened, args: argparse.Namespace) -> int:

@@ -112,6 +112,19 @@ def given_origins(args: argparse.Namespace) -> dict[str, str]:
     return {field: origin for field, origin in args.origins.items() if origin != BUILT_IN}
 
 
+def unheard(args: argparse.Namespace, template: str, device: str) -> list[str]:
+    """A sentence for each flag that was given and changes nothing for this model on this device."""
+    lines = []
+    if "think" in args.given and "enable_thinking" not in template:
+        flag = "--no-think" if args.think is False else "--think"
+        lines.append(f"{flag} changes nothing: this model's chat template has no switch for thinking")
+    elif "think" in args.given and isinstance(args.think, str) and "reasoning_effort" not in template:
+        lines.append(f"--think={args.think} is --think here: this model's chat template knows no efforts")
+    if "kv_cache" in args.given and device == "cpu":
+        lines.append(f"--kv-cache {args.kv_cache} is for cards: a processor keeps keys and values in fp32")
+    return lines
+
+
 def from_environment(environment: Mapping[str, str], fields: list[str]) -> dict[str, Given]:
     """The settings in LOCALCHAT_* variables. An empty one counts as absent; of two names the first in SETTINGS counts.
 
