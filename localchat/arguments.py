@@ -1,18 +1,15 @@
-"""The command line as argparse parsers, one per command. Imports nothing heavy: `--help` takes no time.
+"""The command line as argparse parsers, one per command; flags.py says what each takes. Imports nothing heavy.
 
 Usage errors are raised as UsageError with a hint ("did you mean") and end in `cli.main` like every other error.
 """
 
 import argparse
 import difflib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from localchat import __version__
-from localchat.config import GROUP_SIZES
+from localchat import __version__, flags, parameters
 from localchat.errors import UsageError
-from localchat.parameters import PARAMETERS, Parameter, parse
 from localchat.text_safety import one_line
 
 COMMANDS = {
@@ -20,26 +17,98 @@ COMMANDS = {
     "pull": "download a model and quantise it, without running it",
     "list": "list the models that can be run",
     "show": "describe a model and the memory it needs",
+    "rm": "remove a model from this machine",
     "quantize": "convert a checkpoint to a packed INT4 folder",
     "bench": "measure prefill and decode speed",
     "sessions": "list, show, export or remove saved conversations",
+    "completion": "print a script that completes commands in your shell",
 }
 ALIASES = {"chat": "run", "ls": "list", "quantise": "quantize"}
+COMPLETE = "__complete"  # what the shells' scripts call; not for people
 _MISSING = "the following arguments are required: "  # argparse's words
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """argparse's layout, with a flag's names before one metavar, and room for them."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        if not names or action.nargs == 0:
+            return names or super()._format_action_invocation(action)
+        metavar = self._format_args(action, action.dest.upper())
+        return f"{names}{metavar}" if metavar.startswith("[=") else f"{names} {metavar}"
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == "?" and action.option_strings:
+            return str(action.metavar)
+        return super()._format_args(action, default_metavar)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors that are raised instead of printed, and flags between and after the positionals."""
+    """argparse, with errors that are raised instead of printed, and flags between and after the positionals.
 
-    def __init__(self, command: str) -> None:
-        description = COMMANDS[command].capitalize() + "."
-        super().__init__(prog=f"localchat {command}", description=description, allow_abbrev=False)
-        self.flags: list[str] = ["-h", "--help"]
+    The Namespace that `parse` returns has `given`, the names of the values that the command line itself gave.
+    """
+
+    def __init__(self, command: str, usage: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"localchat {command}",
+            usage=f"localchat {command} {usage}".rstrip(),
+            description=COMMANDS[command].capitalize() + ".",
+            epilog=epilog,
+            formatter_class=_Help,
+            allow_abbrev=False,
+            add_help=False,
+        )
         self.command = command
+        self._positionals.title, self._optionals.title = "arguments", "flags"
+        self.actions: dict[str, argparse.Action] = {}  # by flag, those that help does not show left out
+        self.takes_file: set[str] = set()  # flags whose value is a file's name
+        self.positionals: list[argparse.Action] = []
+        self._fallback: dict[str, Any] = {}
+        self._section: Any = None
+        self._rivals: dict[str, Any] = {}
 
-    def flag(self, *names: str, **options: Any) -> None:
-        """`add_argument` for an option; remembers its names for "did you mean"."""
-        self.flags += self.add_argument(*names, **options).option_strings
+    def section(self, title: str) -> None:
+        """The flags that follow stand under `title` in the help."""
+        self._section = self.add_argument_group(title)
+
+    def positional(self, name: str, **options: Any) -> None:
+        """`add_argument` for a word without a flag."""
+        self.positionals.append(self.add_argument(name, **options))
+
+    def flag(self, *names: str, convert: Callable[[str], Any] | None = None, **options: Any) -> None:
+        """`add_argument` for an option. `convert` raises UsageError; `file=True`: the value names a file.
+
+        Two flags with the same word as `excludes` exclude each other.
+        """
+        takes_file, excludes = options.pop("file", False), options.pop("excludes", None)
+        default = options.pop("default", False if options.get("action") == "store_true" else None)
+        if convert is not None:
+            options["type"] = _typed(convert)
+        holder = self._section or self
+        if excludes:
+            holder = self._rivals.setdefault(excludes, holder.add_mutually_exclusive_group())
+        action = holder.add_argument(*names, default=argparse.SUPPRESS, **options)
+        if default is not argparse.SUPPRESS:
+            self._fallback.setdefault(action.dest, default)
+        self.actions |= dict.fromkeys(action.option_strings, action)
+        self.takes_file |= set(action.option_strings) if takes_file else set()
+
+    def switch(self, *names: str, **options: Any) -> None:
+        """A flag without a value that the environment or the config may set, so `--no-X` takes it back."""
+        self.flag(*names, action="store_true", **options)
+        dest = self.actions[names[0]].dest
+        self.add_argument(
+            f"--no-{names[-1].removeprefix('--')}",
+            dest=dest,
+            action="store_false",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError instead of printing and exiting."""
@@ -50,17 +119,26 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Raises UsageError for anything that is not understood."""
-        args, unknown = self.parse_known_intermixed_args(words)
+        args, unknown = self.parse_known_intermixed_args(flags.with_think_values(words))
         if unknown:
             word = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(word, self.flags, n=1)
+            near = difflib.get_close_matches(word, self.actions, n=1)
             if not word.startswith("-"):
                 raise UsageError(f"{one_line(word)!r} is one argument too many for `localchat {self.command}`.")
             raise UsageError(
                 f"there is no flag {one_line(word)!r} of `localchat {self.command}`.",
                 f"did you mean {near[0]}?" if near else f"`localchat {self.command} --help` lists the flags.",
             )
+        given = frozenset(vars(args))
+        for name, value in self._fallback.items():
+            if name not in given:
+                setattr(args, name, value)
+        args.command, args.given, args.settable = self.command, given, frozenset(self._dests())
+        args.origins = dict.fromkeys(given, parameters.FLAG)  # settings.py adds the rest
         return args
+
+    def _dests(self) -> set[str]:
+        return {action.dest for action in self.actions.values()}
 
 
 def parse_command_line(words: Sequence[str]) -> argparse.Namespace:
@@ -70,20 +148,25 @@ def parse_command_line(words: Sequence[str]) -> argparse.Namespace:
         UsageError: the command, a flag or a value is not understood.
         SystemExit: after --help and --version, with code 0.
     """
+    if words and words[0] == COMPLETE:
+        return argparse.Namespace(command=COMPLETE, words=list(words[1:]), debug=False)
+    if list(words[:1]) == ["help"] and ALIASES.get(words[-1], words[-1]) in COMMANDS:
+        words = [words[-1], "--help"]
     if words and words[0] in ("-h", "--help", "help"):
         print(overview())
         raise SystemExit(0)
     if words and words[0] in ("-V", "--version", "version"):
         print(f"localchat {__version__}")
         raise SystemExit(0)
-    debug = argparse.Namespace(command="", json=False, debug="--debug" in words)
+    alone = argparse.Namespace(command="", json=False, debug="--debug" in words)
     if not words or list(words) == ["--debug"]:
-        return debug
+        return alone
     if words[0] == "--debug":
         words = [*words[1:], "--debug"]
     command = ALIASES.get(words[0], words[0])
     if command not in COMMANDS:
-        near = difflib.get_close_matches(words[0], [*COMMANDS, *ALIASES], n=1)
+        harmless = [name for name in (*COMMANDS, *ALIASES) if name != "rm"]  # not what a slip should lead to
+        near = difflib.get_close_matches(words[0], harmless, n=1)
         hint = f"did you mean `localchat {near[0]}`?" if near else "`localchat --help` lists the commands."
         raise UsageError(f"there is no command {one_line(words[0])!r}.", hint)
     return parser_for(command).parse(words[1:])
@@ -91,7 +174,7 @@ def parse_command_line(words: Sequence[str]) -> argparse.Namespace:
 
 def overview() -> str:
     """The text of `localchat --help`."""
-    rows = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    rows = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
     names = ", ".join(f"{alias} = {command}" for alias, command in ALIASES.items())
     return "\n".join(
         [
@@ -110,126 +193,21 @@ def overview() -> str:
 
 def parser_for(command: str) -> Parser:
     """The parser of one of COMMANDS."""
-    parser = Parser(command)
-    parser.set_defaults(command=command)
-    if command == "quantize":
-        _quantize_flags(parser)
-    elif command == "sessions":
-        _sessions_flags(parser)
-    elif command == "list":
-        parser.flag("--json", action="store_true", help="print one JSON document")
-    else:
-        text = "an alias, a hub id (owner/name[@revision]), a folder or a .gguf"
-        parser.add_argument("model", metavar="MODEL", help=text)
-        if command == "run":
-            _run_flags(parser)
-        elif command in ("show", "bench"):
-            parser.flag("--json", action="store_true", help="print one JSON document")
-    if command not in ("list", "show", "sessions"):  # these two never download
-        parser.flag("--offline", action="store_true", help="use only what is on the disk")
-        parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
-    if command in ("run", "bench"):
-        parser.flag(
-            "--gpu", default="auto", metavar="N|cpu", help="which card, or the processor (default: a card if any)"
-        )
-        parser.flag("--vram", type=_gigabytes, metavar="GB", help="take at most this much of the card's memory")
-    if command == "bench":
-        parser.flag("--synthetic", action="store_true", help="random weights of the model's shapes, nothing downloaded")
-        parser.flag("-p", "--prompt-tokens", type=_positive, default=512, metavar="N", help="prompt length (512)")
-        parser.flag("-n", "--tokens", type=_positive, default=128, metavar="N", help="tokens to decode (128)")
-    if command in ("show", "run"):
-        parser.flag("-c", "--ctx", "--ctx-size", "--num-ctx", type=_positive, metavar="N", help="context in tokens")
-    parser.flag("--debug", action="store_true", help="print a traceback with an error")
+    parser = Parser(command, flags.USAGE[command], flags.EPILOGS.get(command, ""))
+    flags.OF_COMMAND[command](parser)
+    if command == "run":
+        parser.section("other flags")
+    flags.common(parser)
     return parser
 
 
-def _run_flags(parser: Parser) -> None:
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="answer this and exit; without it, chat")
-    parser.flag("-s", "--system", metavar="TEXT", help="system prompt")
-    for parameter in PARAMETERS:
-        names = [f"--{name.replace('_', '-')}" for name in parameter.names]
-        parser.flag(
-            *(["-n"] if parameter.field == "max_tokens" else []),
-            *names,
-            dest=parameter.field,
-            type=_typed(parameter),
-            default=argparse.SUPPRESS if parameter.field not in ("max_tokens", "stop") else None,
-            action="append" if parameter.field == "stop" else "store",
-            metavar="TEXT" if parameter.kind is str else "N" if parameter.kind is int else "X",
-            help=parameter.help,
-        )
-    parser.flag("--think", dest="think", action="store_true", default=None, help="ask the model to think first")
-    parser.flag("--no-think", dest="think", action="store_false", help="ask the model not to think")
-    parser.flag("-C", "--continue", dest="continue_last", action="store_true", help="go on with the last conversation")
-    parser.flag("--session", metavar="NAME", help="go on with the conversation NAME, or begin it")
-    parser.flag("--hide-thinking", action="store_true", help="do not show thoughts")
-    parser.flag("--no-stdin", action="store_true", help="do not read a prompt from stdin")
-    parser.flag("--color", choices=("auto", "on", "off"), default="auto", help="colours on a terminal")
-    parser.flag("--verbose", action="store_true", help="print counts, timings and the seed on stderr")
+def _typed(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`convert` for argparse, which prints its own exception's text."""
 
-
-def _sessions_flags(parser: Parser) -> None:
-    actions = ("list", "show", "rm", "export")
-    parser.add_argument("action", nargs="?", choices=actions, default="list", metavar="|".join(actions), help="(list)")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which conversations")
-    parser.flag("--json", action="store_true", help="print one JSON document (export: instead of Markdown)")
-    parser.flag("-o", "--output", metavar="FILE", help="export into a new file instead of stdout")
-
-
-def _quantize_flags(parser: Parser) -> None:
-    parser.add_argument("source", metavar="SRC", help="a folder with safetensors, a .gguf, an alias or a hub id")
-    parser.flag("-o", "--output", metavar="DIR", help="the folder to write (default: the user's cache)")
-    parser.flag("--group-size", type=int, choices=GROUP_SIZES, help="weights per scale")
-    parser.flag("--sym", action="store_true", help="one scale per group (default for large models, groups of 128)")
-    parser.flag("--min", action="store_true", help="scale and minimum (default for small models, groups of 32)")
-    parser.flag(
-        "--keep", action="append", type=_keep, default=[], metavar="REGEX=bf16|int8", help="tensors to keep wider"
-    )
-    parser.flag("--max-shard-size", type=_bytes, metavar="SIZE", help="longest file, such as 5GB or 500MB")
-    parser.flag("--overwrite", action="store_true", help="replace DIR")
-
-
-def _typed(parameter: Parameter) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
+    def typed(text: str) -> Any:
         try:
-            return parse(parameter, text)
+            return convert(text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return convert
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GB")
-    return size
-
-
-def _keep(text: str) -> tuple[str, int]:
-    pattern, _, form = text.rpartition("=")
-    bits = {"bf16": 16, "int8": 8}.get(form.lower())
-    if not pattern or bits is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=bf16 or REGEX=int8")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{pattern!r} is not a regular expression ({error})") from error
-    return pattern, bits
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ") if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
-    return int(size)
+    return typed

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
 
-from localchat.arguments import parse_command_line
+from localchat.arguments import COMPLETE, parse_command_line
+from localchat.errors import UsageError
 from localchat.failures import failure_of
 
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     args = parse_command_line(words)
+    _add_settings(args)
     if args.command in ("", "list"):
         from localchat import listing
 
@@ -53,20 +55,40 @@ def _run(words: Sequence[str]) -> int:
         "run": _chat,
         "pull": _pull,
         "show": _show,
+        "rm": _rm,
         "quantize": _quantize,
         "bench": _bench,
         "sessions": _sessions,
+        "completion": _completion,
+        COMPLETE: _complete,
     }
     return commands[args.command](args)
 
 
+def _add_settings(args: argparse.Namespace) -> None:
+    """What the environment and the config file say, for the commands that have such flags."""
+    if getattr(args, "settable", None):
+        from localchat import settings
+
+        for warning in settings.complete(args):
+            _complain(f"localchat: {warning}")
+
+
 def _chat(args: argparse.Namespace) -> int:
     from localchat.prepare import packed_folder
-    from localchat.prompt_input import read_prompt
+    from localchat.prompt_input import read_file, read_prompt
     from localchat.saved import open_saved, settings_of
 
     argument = " ".join(args.prompt) if args.prompt else None
-    prompt = read_prompt(argument, use_stdin=not args.no_stdin, notices=sys.stderr)
+    if args.system_file is not None:
+        args.system = read_file(args.system_file, sys.stderr).strip()
+        args.origins["system"] = "flag"
+    prompt = read_prompt(argument, files=args.files or (), use_stdin=not args.no_stdin, notices=sys.stderr)
+    if prompt is None and (args.json or args.extract):
+        flag = "--json" if args.json else "--extract"
+        raise UsageError(
+            f"{flag} is for one answer, and there is no prompt.", "put the prompt behind the model's name."
+        )
     saved = open_saved(args)  # before anything is downloaded
     try:
         folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
@@ -96,6 +118,25 @@ def _show(args: argparse.Namespace) -> int:
     from localchat import listing
 
     return listing.print_model(args.model, context=args.ctx, as_json=args.json)
+
+
+def _rm(args: argparse.Namespace) -> int:
+    from localchat import removal
+
+    return removal.remove(args.model, downloads=args.downloads, sure=args.sure)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from localchat import completion
+
+    print(completion.SCRIPTS[args.shell], end="")
+    return 0
+
+
+def _complete(args: argparse.Namespace) -> int:
+    from localchat import completion
+
+    return completion.print_candidates(args.words)
 
 
 def _quantize(args: argparse.Namespace) -> int:

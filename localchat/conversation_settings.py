@@ -11,6 +11,7 @@ from typing import Any
 from localchat import parameters
 from localchat.chat import Chat
 from localchat.errors import UsageError
+from localchat.settings import adopted as above_config
 
 _FIELDS = {parameter.field: parameter for parameter in parameters.PARAMETERS}
 
@@ -41,8 +42,8 @@ def _makes_sense(name: str, value: Any) -> bool:
 
 def chosen_by(args: argparse.Namespace) -> dict[str, Any]:
     """Field -> value of the flags that were given."""
-    given = {name: value for name, value in vars(args).items() if name in (*_FIELDS, "system", "think")}
-    return {name: value for name, value in given.items() if value is not None}
+    fields = (*_FIELDS, "system", "think")
+    return {name: getattr(args, name) for name in fields if args.origins.get(name) == parameters.FLAG}
 
 
 def chosen(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,8 +52,8 @@ def chosen(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
 
 
 def adopted(args: argparse.Namespace, settings: Mapping[str, Any]) -> argparse.Namespace:
-    """A copy of `args` with a conversation's settings where no flag was given."""
-    return argparse.Namespace(**(vars(args) | chosen(args, settings)))
+    """A copy of `args` with a conversation's settings where neither a flag nor the environment says otherwise."""
+    return above_config(args, stored(settings), "the conversation")
 
 
 def apply(chat: Chat, args: argparse.Namespace, generation_config: Mapping[str, Any]) -> None:
@@ -64,4 +65,4 @@ def apply(chat: Chat, args: argparse.Namespace, generation_config: Mapping[str, 
     sampling = {n: v for n, v in vars(args).items() if n in _FIELDS and n not in ("max_tokens", "stop")}
     chat.sampling = parameters.sampling_for(sampling, generation_config)
     chat.system, chat.max_tokens, chat.stop = args.system, args.max_tokens, tuple(args.stop or ())
-    chat.template_variables = {} if args.think is None else {"enable_thinking": args.think}
+    chat.template_variables = parameters.think_variables(args.think)

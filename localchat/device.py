@@ -4,7 +4,10 @@ A card that cannot run the kernels is named in one sentence, never passed over i
 at a hundred tokens a second and does at three is a fault nobody explains to the user.
 """
 
+import re
+
 from localchat.errors import UsageError, UserError
+from localchat.text_safety import one_line
 
 # The oldest compute capability whose arithmetic the kernels use (Ampere: bf16 products).
 OLDEST = (8, 0)
@@ -12,7 +15,9 @@ _CPU_HINT = "--gpu cpu runs on the processor instead."
 
 
 def choose_device(wanted: str = "auto", vram: float | None = None) -> str:
-    """A torch device string: "cpu", or "cuda:N" made current. `wanted` is "auto", "cpu" or the number of a card.
+    """A torch device string: "cpu", or "cuda:N" made current.
+
+    wanted: "auto", "cpu", the number of a card, or its UUID as `nvidia-smi -L` prints it (the start is enough).
 
     vram: the most GB (1e9 bytes) this process may take of the card.
 
@@ -27,15 +32,50 @@ def choose_device(wanted: str = "auto", vram: float | None = None) -> str:
             raise UsageError("--vram limits the memory of a card, and the processor is what would run here.")
         return "cpu"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = 0 if wanted == "auto" else int(wanted) if wanted.isdecimal() else count
+    index = _index(wanted, count)
     if index >= count:
-        raise UsageError(f"--gpu {wanted}: torch sees {count} NVIDIA card{'' if count == 1 else 's'}.", _CPU_HINT)
+        cards = f"torch sees {count} NVIDIA card{'' if count == 1 else 's'}"
+        raise UsageError(f"--gpu {one_line(wanted)}: {cards}, and none is called so.", _cards_hint(count))
     torch.cuda.set_device(index)
     _check_card(index)
     if vram is not None:
         total = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, vram * 1e9 / total), index)
     return f"cuda:{index}"
+
+
+def _index(wanted: str, count: int) -> int:
+    """The number of the card that is meant, `count` where there is none.
+
+    Raises:
+        UsageError: the start of a UUID fits several cards.
+    """
+    if wanted == "auto":
+        return 0
+    if re.fullmatch(r"[0-9]{1,9}", wanted):
+        return int(wanted)
+    start = _bare(wanted)
+    found = [index for index, uuid in enumerate(_uuids(count)) if start and uuid.startswith(start)]
+    if len(found) > 1:
+        raise UsageError(f"--gpu {one_line(wanted)} is the start of {len(found)} cards' UUIDs.", _cards_hint(count))
+    return found[0] if found else count
+
+
+def _uuids(count: int) -> list[str]:
+    import torch
+
+    return [_bare(str(torch.cuda.get_device_properties(index).uuid)) for index in range(count)]
+
+
+def _bare(uuid: str) -> str:
+    """A UUID without "GPU-" before it: nvidia-smi writes it, torch does not."""
+    return re.sub("^(gpu|mig)-", "", uuid.lower())
+
+
+def _cards_hint(count: int) -> str:
+    if not count:
+        return _CPU_HINT
+    return f"there are {', '.join(f'{i} (GPU-{uuid})' for i, uuid in enumerate(_uuids(count)))}; {_CPU_HINT}"
 
 
 def _check_card(index: int) -> None:

@@ -1,17 +1,21 @@
 """What a user can set about a reply: one table for the flags of `run` and for `/set`.
 
-Precedence: flag, then the model's generation_config.json, then the built-in value. Nothing here imports torch.
+What flags, the environment, a session and the user's config say is joined in settings.py; below these come the
+model's generation_config.json and the built-in value, which this file adds. Nothing here imports torch.
 """
 
 import difflib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from localchat.errors import BadCheckpoint, UsageError
 from localchat.sampling import Sampling
-from localchat.text_safety import one_line
+from localchat.text_safety import one_line, visible
+from localchat.values import Think
+
+FLAG, MODEL, BUILT_IN, SET = "flag", "generation_config.json", "built-in", "/set"  # where a value can be from
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ PARAMETERS = (
     ),
     Parameter("stop", str, ("stop",), "end the answer before this text"),
 )
+NOT_SAMPLING = ("max_tokens", "stop")  # the fields that Sampling does not have
 NAMES = {name: parameter for parameter in PARAMETERS for name in parameter.names}
 
 
@@ -95,6 +100,30 @@ def sampling_for(flags: Mapping[str, Any], generation_config: Mapping[str, Any])
     except UsageError as error:
         raise BadCheckpoint(f"generation_config.json: {error}") from error
     return replace(defaults, **{"seed": draw_seed(), **flags})
+
+
+def sampling_origins(given: Mapping[str, str], generation_config: Mapping[str, Any]) -> dict[str, str]:
+    """Field -> where its value is from, for every parameter. `given`: the origins that are known already."""
+    model = Sampling.fields_given(generation_config)
+    below = {p.field: MODEL if p.field in model else BUILT_IN for p in PARAMETERS}
+    return below | dict(given)
+
+
+def think_variables(think: Think | None) -> dict[str, Any]:
+    """The template's variables for a wish about thinking: None leaves it to the template, an effort is named to it."""
+    if think is None:
+        return {}
+    variables: dict[str, Any] = {"enable_thinking": think is not False}
+    return variables | ({"reasoning_effort": think} if isinstance(think, str) else {})
+
+
+def table(rows: Sequence[tuple[str, Any, str]]) -> str:
+    """(name, value, where it is from) as aligned lines."""
+    shown = [(name, "not set" if value is None else visible(str(value)), origin) for name, value, origin in rows]
+    width = max(len(value) for _, value, _ in shown)
+    return "\n".join(
+        f"{name:<18} {value:<{min(width, 28)}}  {visible(origin)}".rstrip() for name, value, origin in shown
+    )
 
 
 def draw_seed() -> int:

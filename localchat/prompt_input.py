@@ -1,41 +1,73 @@
-"""Where the prompt comes from: the command line, stdin, both joined, or the keyboard.
+"""Where the prompt comes from: the command line, stdin, files, all joined, or the keyboard.
 
-stdin is read as bytes here and nowhere else, because what a pipe holds may not be text at all.
+stdin and files are read as bytes here and nowhere else, because what they hold may not be text at all.
 """
 
 import os
+import re
 import select
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from localchat.errors import UsageError
+from localchat.text_safety import one_line
 
 WAIT_SECONDS = 2.0
 _READ_SIZE = 1 << 20
 # Latin-1 prose has a few invalid bytes per hundred; compressed data has dozens.
 _MOST_INVALID = 0.3
+_LARGEST_FILE = 100_000_000  # bytes; a context of 262,144 tokens is about a megabyte
 
 
-def read_prompt(argument: str | None, *, use_stdin: bool, notices: TextIO) -> str | None:
+def read_prompt(argument: str | None, *, files: Sequence[str] = (), use_stdin: bool, notices: TextIO) -> str | None:
     """The prompt of a one-shot answer, or None where a person is to be asked for it.
 
-    stdin that is not a terminal comes first, then a blank line, then `argument`. Warnings go to `notices`.
+    stdin that is not a terminal comes first, then the files, then `argument`, with a blank line between them.
+    Warnings go to `notices`.
 
     Raises:
-        UsageError: there is no prompt, or stdin holds something else than text.
+        UsageError: there is no prompt, a file cannot be read, or stdin or a file holds something else than text.
     """
+    named = [named_file(file, read_file(file, notices)) for file in files]
     on_terminal = sys.stdin is not None and sys.stdin.isatty()
-    if argument is None and on_terminal and use_stdin:
+    if argument is None and not named and on_terminal and use_stdin:
         if sys.stdout.isatty():
             return None
         raise UsageError("there is no prompt, and an answer that goes into a pipe needs one as an argument.")
     piped = _read_stdin(notices) if use_stdin and sys.stdin is not None and not on_terminal else ""
-    parts = [part for part in (piped.rstrip("\n"), argument or "") if part.strip()]
+    parts = [part for part in (piped.rstrip("\n"), *named, argument or "") if part.strip()]
     if not parts:
         nothing = "stdin is empty" if use_stdin else "--no-stdin is given"
         got = "the prompt is empty" if argument is not None else f"{nothing} and there is no prompt argument"
         raise UsageError(f"{got}, so there is nothing to answer.", 'try: localchat run MODEL "your question"')
     return "\n\n".join(parts)
+
+
+def read_file(name: str, notices: TextIO) -> str:
+    """The text of a file, a pipe or a device, decoded as stdin is.
+
+    Raises:
+        UsageError: it is absent, unreadable, too large, or no text.
+    """
+    shown = one_line(name) or repr(name)
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            data = file.read(_LARGEST_FILE + 1)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{shown} cannot be read: {one_line(reason)}.") from error
+    if len(data) > _LARGEST_FILE:
+        raise UsageError(f"{shown} holds more than {_LARGEST_FILE:,} bytes, which no context has room for.")
+    return decode(data, notices, name)
+
+
+def named_file(name: str, text: str) -> str:
+    """A file's text as it stands in a prompt: a block of Markdown, fenced with more backticks than it holds."""
+    longest = max((len(run) for run in re.findall("`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return "\n".join([f"{one_line(name)}:", fence, text.rstrip("\n"), fence])
 
 
 def _read_stdin(notices: TextIO) -> str:
@@ -52,8 +84,10 @@ def _read_stdin(notices: TextIO) -> str:
         parts.append(part)
 
 
-def decode(data: bytes, notices: TextIO) -> str:
-    """UTF-8 without a byte order mark and with LF line ends; bytes that are not UTF-8 become U+FFFD, with a warning.
+def decode(data: bytes, notices: TextIO, name: str = "stdin") -> str:
+    """The text in `data`: UTF-8 without a byte order mark and with LF line ends.
+
+    Bytes that are not UTF-8 become U+FFFD, with a warning about `name`.
 
     Raises:
         UsageError: the bytes are not text.
@@ -61,13 +95,17 @@ def decode(data: bytes, notices: TextIO) -> str:
     zeros = data.count(0)
     if zeros:
         raise UsageError(
-            f"stdin holds {zeros:,} NUL bytes in {len(data):,}, so it is binary or UTF-16.",
+            f"{one_line(name)} holds {zeros:,} NUL bytes in {len(data):,}, so it is binary or UTF-16.",
             "convert it to UTF-8 text first (`iconv -t utf-8`).",
         )
     text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
     invalid = text.count("\N{REPLACEMENT CHARACTER}") - data.count("\N{REPLACEMENT CHARACTER}".encode())
     if invalid > _MOST_INVALID * len(text):
-        raise UsageError(f"stdin holds {len(data):,} bytes with {invalid:,} faults in its UTF-8, so it is not text.")
+        raise UsageError(
+            f"{one_line(name)} holds {len(data):,} bytes with {invalid:,} faults in its UTF-8, so it is not text."
+        )
     if invalid:
-        print(f"localchat: warning: replaced {invalid:,} sequences in stdin that are not UTF-8", file=notices)
+        print(
+            f"localchat: warning: replaced {invalid:,} sequences in {one_line(name)} that are not UTF-8", file=notices
+        )
     return text.replace("\r\n", "\n")

@@ -47,9 +47,17 @@ class Sampling:
         Raises:
             UsageError: a value is outside its range.
         """
-        given = {f.name: raw[f.name] for f in fields(cls) if f.name != "seed" and _is_number(raw.get(f.name))}
-        sampling = cls(**given)
+        sampling = cls(**{name: raw[name] for name in _numbers(raw)})
         return replace(sampling, temperature=0.0) if raw.get("do_sample") is False else sampling
+
+    @classmethod
+    def fields_given(cls, raw: Mapping[str, Any]) -> set[str]:
+        """The fields that `from_generation_config` takes from `raw`."""
+        return _numbers(raw) | ({"temperature"} if raw.get("do_sample") is False else set())
+
+
+def _numbers(raw: Mapping[str, Any]) -> set[str]:
+    return {f.name for f in fields(Sampling) if f.name != "seed" and _is_number(raw.get(f.name))}
 
 
 def _is_number(value: object) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localchat import conversation_settings, ledger, registry, slash
+from localchat import conversation_settings, ledger, one_answer, parameters, registry, settings, slash
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
 from localchat.config import ModelConfig, load_config, read_json
@@ -23,7 +23,7 @@ from localchat.saved import Saved
 from localchat.slash_conversations import ConversationCommands, resumed
 from localchat.stats import memory_used
 from localchat.statusline import notices, stats_block
-from localchat.stream import Look, console_for, printer_for, stream_reply
+from localchat.stream import Look, console_for, stream_reply
 from localchat.template import ChatTemplate
 from localchat.tokenizer import Tokenizer
 
@@ -40,6 +40,7 @@ class Opened:
     about: slash.About
     look: Look
     load_seconds: float
+    folder: Path
     args: argparse.Namespace
     generation_config: dict[str, Any]
 
@@ -63,6 +64,8 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         engine = Engine(load_model(folder, device), context, vocab_size=tokenizer.vocab_size)
     chat = Chat(engine, tokenizer, template, Sampling())
     conversation_settings.apply(chat, args, generation_config)
+    for notice in settings.unheard(args, template.source, device):
+        say(notice)
     used, total = memory_used(device)
     summary = f"{name} - {describe_config(config)} - context {context:,} - {used / 1e9:.1f}/{total / 1e9:.1f} GB"
     return Opened(
@@ -71,9 +74,16 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         about=slash.About(
             info=f"{summary}\n{folder}",
             memory=ledger_text(ledger.ledger_of_folder(folder, context, _kind(device)), device),
+            origins=parameters.sampling_origins(settings.given_origins(args), generation_config),
+            fixed=(
+                ("ctx", context, args.origins["ctx"]),
+                ("gpu", device, args.origins["gpu"]),
+                ("vram", args.vram, args.origins["vram"]),
+            ),
         ),
         look=Look(args.color, hide_thinking=args.hide_thinking, verbose=args.verbose, device=device),
         load_seconds=time.perf_counter() - start,
+        folder=folder,
         args=args,
         generation_config=generation_config,
     )
@@ -124,7 +134,11 @@ def _kind(device: str) -> str:
 
 
 def answer(opened: Opened, prompt: str, saved: Saved) -> int:
-    """Answer one prompt on stdout: 0, or 130 where Ctrl-C stopped it. It is saved if a conversation was asked for."""
+    """Answer one prompt on stdout: 0, or 130 where Ctrl-C stopped it. It is saved if a conversation was asked for.
+
+    Raises:
+        UserError: --extract, and the answer has no code block.
+    """
     (autosave, conversation), args = saved, opened.args
     chunks = opened.chat.reply(prompt)
     if autosave.name:
@@ -133,13 +147,15 @@ def answer(opened: Opened, prompt: str, saved: Saved) -> int:
     if conversation is not None and sys.stderr.isatty():
         for line in resumed(opened.chat, conversation, autosave.model).splitlines():
             say(line)
-    reply = stream_reply(chunks, printer_for(opened.look))
+    printer = one_answer.printer_of(args, opened.look)
+    reply = stream_reply(chunks, printer)
     if reply.last is not None and args.verbose:
         print(stats_block(reply.last.stats, opened.chat.sampling.seed, opened.load_seconds), file=sys.stderr)
     if reply.last is not None and reply.last.finish_reason == "context":
         say("the answer stops here because the context is full")
     for notice in [*notices(reply), *filter(None, [autosave.fault])]:
         say(notice)
+    one_answer.finish(printer, reply, opened.chat.sampling, args, opened.folder, opened.load_seconds)
     return 130 if reply.interrupted else 0
 
 

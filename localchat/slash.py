@@ -4,8 +4,8 @@
 """
 
 import difflib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localchat import parameters
@@ -45,10 +45,16 @@ NAMES = (
 
 @dataclass(frozen=True)
 class About:
-    """What /show can say of the model: a few lines each, made when it was loaded."""
+    """What /show can say of the model: a few lines each, made when it was loaded.
+
+    `origins` says where the parameters' values are from (field -> words), `fixed` are (name, value, origin) of those
+    that cannot be set any more.
+    """
 
     info: str
     memory: str
+    origins: Mapping[str, str] = field(default_factory=dict)
+    fixed: tuple[tuple[str, Any, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class SlashCommands:
         saved: "ConversationCommands | None" = None,
     ) -> None:
         self._chat, self._about, self._saved = chat, about, saved
+        self._origins = dict(about.origins)
         self.seed_is_fixed = seed_is_fixed
         self.chosen: dict[str, Any] = {} if chosen is None else chosen
 
@@ -194,6 +201,8 @@ class SlashCommands:
             return self._set_system(value)
         if name in ("think", "nothink") and not value:
             self._chat.template_variables["enable_thinking"] = self.chosen["think"] = name == "think"
+            self._chat.template_variables.pop("reasoning_effort", None)
+            self._origins["think"] = parameters.SET
             return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
         parameter = parameters.find(name)
         if not value:
@@ -207,6 +216,7 @@ class SlashCommands:
         else:
             self._chat.sampling = replace(self._chat.sampling, **{parameter.field: parsed})
             self.seed_is_fixed = self.seed_is_fixed or parameter.field == "seed"
+        self._origins[parameter.field] = parameters.SET
         return f"{parameter.names[0]} = {visible(value)}"
 
     def _set_system(self, text: str) -> str:
@@ -221,13 +231,14 @@ class SlashCommands:
         values |= {"max_tokens": self._chat.max_tokens, "stop": list(self._chat.stop) or None}
         if not self.seed_is_fixed:
             values["seed"] = "drawn for each reply"
-        rows = []
-        for parameter in parameters.PARAMETERS:
-            value = values[parameter.field]
-            rows.append(f"{parameter.names[0]:<18} {'not set' if value is None else visible(str(value))}")
+        rows = [(p.names[0], values[p.field], self._origin(p.field)) for p in parameters.PARAMETERS]
         think = {None: "as the model does by itself", True: "on", False: "off"}
-        rows.append(f"{'think':<18} {think[self._chat.template_variables.get('enable_thinking')]}")
-        return "\n".join(rows)
+        variables = self._chat.template_variables
+        shown = variables.get("reasoning_effort") or think[variables.get("enable_thinking")]
+        return parameters.table([*rows, ("think", shown, self._origin("think")), *self._about.fixed])
+
+    def _origin(self, field: str) -> str:
+        return self._origins.get(field, parameters.BUILT_IN)
 
     def _show(self, rest: str) -> str:
         if rest == "parameters":

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from localchat.arguments import COMMANDS, overview, parse_command_line
+from localchat.arguments import COMMANDS, overview, parse_command_line, parser_for
 from localchat.errors import UsageError
 
 
@@ -31,6 +31,30 @@ def run(*words: str) -> Any:
         (["--think"], "think", True),
         (["--no-think"], "think", False),
         ([], "think", None),
+        (["--think=off"], "think", False),
+        (["--think=high"], "think", "high"),
+        (["--think=300", "hi"], "think", 300),
+        (["--think", "300", "hi"], "think", 300),
+        (["--think", "low", "hi"], "prompt", ["hi"]),
+        (["--think", "why?"], "think", True),
+        (["--think", "why?"], "prompt", ["why?"]),
+        (["--think", "--", "300"], "prompt", ["300"]),
+        (["--think", "--", "300"], "think", True),
+        (["--", "--think"], "prompt", ["--think"]),
+        (["--think", "--no-think"], "think", False),
+        (["-f", "a", "hi", "--file=b"], "files", ["a", "b"]),
+        (["--system-file", "x"], "system_file", "x"),
+        (["-C"], "continue_last", True),
+        ([], "continue_last", False),
+        (["--session", "x"], "session", "x"),
+        (["-x"], "extract", True),
+        (["--extract"], "extract", True),
+        (["--json"], "json", True),
+        (["--raw"], "raw", True),
+        (["--no-raw"], "raw", False),
+        (["--kv-cache", "bf16"], "kv_cache", "bf16"),
+        (["--gpu", "GPU-5c3b"], "gpu", "GPU-5c3b"),
+        ([], "gpu", "auto"),
         (["a", "--offline", "b"], "prompt", ["a", "b"]),
         (["--", "--a"], "prompt", ["--a"]),
     ],
@@ -41,6 +65,11 @@ def test_run(words: list[str], field: str, value: Any) -> None:
 
 def test_sampling_flags_that_are_not_given_are_absent() -> None:
     assert not hasattr(run(), "temperature")
+
+
+def test_what_was_given_is_told_from_what_is_a_default() -> None:
+    assert run("--think", "-n", "3", "hi").given >= {"think", "max_tokens", "prompt"}
+    assert not run("hi").given & {"think", "max_tokens", "gpu", "color", "stop", "raw"}
 
 
 def test_other_names_of_commands() -> None:
@@ -74,6 +103,13 @@ def test_quantize() -> None:
         (["show", "m", "--offline"], "there is no flag '--offline' of `localchat show`.", ""),
         (["quantize", "m", "--group-size", "48"], "invalid choice: 48", ""),
         (["quantize", "m", "--max-shard-size", "big"], "'big' is not a size such as 5GB", ""),
+        (["run", "m", "--think=hard"], "'hard' is not on, off, low, medium, high or a number of tokens from 1.", ""),
+        (["run", "m", "--think=0"], "'0' is not on, off", ""),
+        (["run", "m", "--kv-cache", "int8"], "invalid choice: 'int8'", ""),
+        (["run", "m", "-C", "--session", "x"], "not allowed with argument -C/--continue", ""),
+        (["run", "m", "-s", "x", "--system-file", "y"], "not allowed with argument -s/--system", ""),
+        (["completion", "csh"], "invalid choice: 'csh'", ""),
+        (["mr", "m"], "there is no command 'mr'.", "`localchat --help`"),  # never on to something that removes
         (["bench"], "`localchat bench` needs MODEL.", "`localchat bench --help`"),
     ],
 )
@@ -82,6 +118,20 @@ def test_usage_errors(words: list[str], sentence: str, hint: str) -> None:
         parse_command_line(words)
     assert sentence in str(caught.value)
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_reads_well(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse_command_line(["help", command])
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].startswith(f"usage: localchat {command}")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "==SUPPRESS==" not in text
+    parser = parser_for(command)
+    assert all(name in text for name in parser.actions)
+    assert all(action.help for action in parser.actions.values())
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,21 @@
 """The command as a process: pipes byte for byte, exit codes, one sentence for each error, nothing heavy for --help."""
 
+import json
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localchat import cli, listing
+from localchat.config import QuantizationConfig, TensorFormat, packed_format
+from localchat.envelope import packed_hash
 
 HEAVY = ("torch", "rich", "prompt_toolkit", "huggingface_hub", "transformers", "jinja2", "numpy")
 Command = Callable[..., Any]
@@ -18,9 +23,26 @@ Scripted = Callable[..., Path]
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["run", "--help"], ["rnu"], ["run", "m", "--tmep"], ["list"]]
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["run", "--help"],
+        ["rnu"],
+        ["run", "m", "--tmep"],
+        ["run", "m", "--think=hard"],
+        ["completion", "zsh"],
+        ["__complete", "bash", "2", "localchat", "run", ""],
+        ["__complete", "fish", "2", "localchat", "run", "--"],
+        ["list"],
+    ],
 )
-def test_nothing_heavy_is_imported(words: list[str], environment: dict[str, str]) -> None:
+def test_nothing_heavy_is_imported(words: list[str], environment: dict[str, str], tmp_path: Path) -> None:
+    quantization = QuantizationConfig("x", 1, TensorFormat(4, 32, False), source={"id": "Qwen/Qwen3-8B"})
+    (tmp_path / "packed" / "one").mkdir(parents=True)
+    config = {"quantization_config": quantization.to_dict()}
+    (tmp_path / "packed" / "one" / "config.json").write_text(json.dumps(config))
+    environment |= {"LOCALCHAT_CACHE": str(tmp_path)}
     program = (
         "import sys\nfrom localchat.cli import main\nmain(sys.argv[1:])\n"
         f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
@@ -30,6 +52,7 @@ def test_nothing_heavy_is_imported(words: list[str], environment: dict[str, str]
         program = program.replace("'rich', ", "")
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr.decode()
+    assert words[:2] != ["__complete", "bash"] or b"qwen3-8b\ton this machine" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -154,6 +177,193 @@ def test_thinking_is_passed_to_the_template(command: Command, scripted: Scripted
     assert prompt_tokens("--no-think") == prompt_tokens() + len("[off]")
 
 
+@pytest.mark.parametrize("words", [["--file", "{}"], ["-f{}", "-f", "{}"]])
+def test_files_stand_named_between_stdin_and_the_argument(
+    command: Command, scripted: Scripted, tmp_path: Path, words: list[str]
+) -> None:
+    file = tmp_path / "a b.md"
+    file.write_bytes(b"\xef\xbb\xbfone\r\n```\n\n")
+    given = [word.format(file) for word in words]
+    block = f"{file}:\n````\none\n```\n````"
+    wanted = "\n\n".join(["in", *[block] * "".join(words).count("{}"), "argument"])
+    counts = []
+    for more, stdin in ((given, b"in\n"), ([], wanted.removesuffix("\n\nargument").encode())):
+        done = command("run", scripted("abc"), "--json", *more, "argument", stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        counts.append(json.loads(done.stdout)["usage"]["prompt_tokens"])
+    assert counts[0] == counts[1]
+
+
+def test_a_file_alone_is_a_prompt(terminal: Callable[..., Any], scripted: Scripted, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("what?")
+    opened = terminal("run", scripted("abc"), "-f", tmp_path / "a")
+    assert opened.end() == 0
+    assert "abc" in opened.text
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\x7fELF\0\0", "a^[[1m holds 2 NUL bytes in 6, so it is binary"),
+        (bytes(range(128, 256)), "128 bytes with"),
+        (None, "a^[[1m cannot be read: No such file or directory."),
+        ("folder", "a^[[1m cannot be read: Is a directory."),
+    ],
+)
+@pytest.mark.parametrize("flag", ["-f", "--system-file"])
+def test_files_that_are_no_text(
+    command: Command, scripted: Scripted, tmp_path: Path, flag: str, content: bytes | str | None, sentence: str
+) -> None:
+    file = tmp_path / "a\x1b[1m"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content:
+        file.mkdir()
+    done = command("run", scripted("abc"), flag, file, "hi")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert sentence in done.stderr.decode()
+
+
+def test_a_file_with_faults_is_decoded_with_a_warning(command: Command, scripted: Scripted, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("Grüße an alle".encode("latin-1"))
+    done = command("run", scripted("abc"), "-f", tmp_path / "a")
+    assert (done.returncode, done.stdout) == (0, b"abc\n")
+    assert done.stderr.decode() == f"localchat: warning: replaced 2 sequences in {tmp_path}/a that are not UTF-8\n"
+
+
+def test_a_system_prompt_from_a_file(command: Command, scripted: Scripted, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("Be brief.\n")
+    counts = [
+        json.loads(command("run", scripted("abc"), "--json", *words, "hi").stdout)["usage"]["prompt_tokens"]
+        for words in (["--system-file", tmp_path / "a"], ["-s", "Be brief."])
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_json_is_one_object_that_says_everything(command: Command, scripted: Scripted) -> None:
+    model = scripted("<think>", "hu", "</think>", "\x1b[1ma")
+    done = command("run", model, "--json", "--seed", "7", "--temp", "0", "-c", "500", "hi")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\x1b" not in done.stdout
+    assert done.stdout.count(b"\n}\n") == 1
+    said = json.loads(done.stdout)
+    assert (said["text"], said["thinking"], said["finish_reason"]) == ("\x1b[1ma", "hu", "stop")
+    assert (said["seed"], said["sampling"]["seed"], said["sampling"]["temperature"], said["context"]) == (7, 7, 0, 500)
+    # <think>, h, m, </think>, five bytes, the stop token
+    assert said["usage"]["completion_tokens"] == 10
+    assert said["usage"]["total_tokens"] == said["usage"]["prompt_tokens"] + 10
+    assert said["timings"]["load_seconds"] > said["timings"]["ttft_seconds"] > 0
+    assert said["timings"]["decode_tokens_per_second"] > 0
+    assert said["model"]["name"] == "tiny"
+    assert said["model"]["path"] == str(model)
+    assert said["quantization"]["format"].startswith("INT4 groups of 32")
+    assert json.loads(command("run", model, "--json", "-n", "1", "hi").stdout)["finish_reason"] == "length"
+
+
+def test_the_hash_tells_packings_apart(scripted: Scripted, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(scripted("abc"), tmp_path / "copy"))
+    quantization = packed_format(folder)
+    assert quantization
+    before = packed_hash(folder, quantization)
+    assert before == packed_hash(scripted("abc"), quantization)
+    assert before != packed_hash(scripted("abd"), quantization)
+    (tensors,) = folder.glob("*.safetensors")
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
+    assert before != packed_hash(folder, quantization)
+    other = replace(quantization, default=replace(quantization.default, group_size=64))
+    assert packed_hash(folder, quantization) != packed_hash(folder, other)
+
+
+def test_extract_without_a_block_prints_nothing_and_fails(command: Command, scripted: Scripted) -> None:
+    done = command("run", scripted("plain"), "-x", "--seed", "3", "hi")
+    assert (done.returncode, done.stdout) == (1, b"")
+    first, hint = done.stderr.decode().splitlines()
+    assert first == "localchat: error: the answer has no code block, so nothing was extracted."
+    assert hint == "--seed 3 without --extract shows the same answer whole."
+
+
+@pytest.fixture
+def coding(scripted: Scripted, tmp_path: Path) -> Path:
+    """A model that says one line of prose, a code block, and more prose: its two added tokens are the fences."""
+    folder = Path(shutil.copytree(scripted("So:", "<think>", "x=1", "</think>", "ya"), tmp_path / "coding"))
+    path = folder / "tokenizer.json"
+    text = path.read_text().replace('"<think>"', json.dumps("\n```py\n")).replace('"</think>"', json.dumps("\n```\n"))
+    path.write_text(text)
+    return folder
+
+
+def test_extract_prints_the_code_alone(command: Command, coding: Path) -> None:
+    whole = command("run", coding, "hi")
+    assert whole.stdout == b"So:\n```py\nx=1\n```\nya\n"
+    done = command("run", coding, "-x", "hi")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"x=1\n", b"")
+    said = json.loads(command("run", coding, "-x", "--json", "hi").stdout)
+    assert (said["code"], said["text"]) == ("x=1\n", whole.stdout.decode().removesuffix("\n"))
+    cut = command("run", coding, "-x", "-n", "6", "hi")
+    assert (cut.returncode, cut.stdout, cut.stderr) == (0, b"x=\n", b"localchat: the code block was not finished\n")
+
+
+@pytest.mark.parametrize("flag", ["--json", "-x"])
+def test_one_answer_flags_need_a_prompt(terminal: Callable[..., Any], scripted: Scripted, flag: str) -> None:
+    opened = terminal("run", scripted("abc"), flag)
+    assert opened.end() == 2
+    assert "is for one answer, and there is no prompt." in opened.text
+
+
+def test_what_changes_nothing_is_said(command: Command, scripted: Scripted, tmp_path: Path) -> None:
+    done = command("run", scripted("abc"), "--think=low", "--kv-cache", "bf16", "hi")
+    assert done.stdout == b"abc\n"
+    assert done.stderr.decode().splitlines() == [
+        "localchat: --think=low is --think here: this model's chat template knows no efforts",
+        "localchat: --kv-cache bf16 is for cards: a processor keeps keys and values in fp32",
+    ]
+    folder = Path(shutil.copytree(scripted("abc"), tmp_path / "plain"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace("enable_thinking", "something_else")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert b"--think changes nothing" in command("run", folder, "--think", "hi").stderr
+    assert command("run", folder, "hi", LOCALCHAT_THINK="on").stderr == b""
+
+
+def test_settings_of_the_environment_and_the_config(
+    command: Command, scripted: Scripted, environment: dict[str, str]
+) -> None:
+    model = scripted("abcdef", loop=True)
+    config = Path(environment["HOME"]) / ".config" / "localchat" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text("max-tokens = 3\n")
+    assert command("run", model, "hi").stdout == b"abc\n"
+    assert command("run", model, "hi", LOCALCHAT_MAX_TOKENS="2").stdout == b"ab\n"
+    assert command("run", model, "hi", "-n1", LOCALCHAT_MAX_TOKENS="2").stdout == b"a\n"
+    config.write_text("max-tokens = 3\ntempp = 1\n")
+    done = command("run", model, "hi")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.decode().splitlines() == [
+        f"localchat: error: {config}, line 2: there is no setting 'tempp'.",
+        "did you mean temp?",
+    ]
+    assert command("list").returncode == 0  # which has no settings, and must work to repair things
+
+
+def test_where_values_are_from_is_shown_in_a_chat(
+    terminal: Callable[..., Any], scripted: Scripted, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(scripted("abc"), tmp_path / "copy"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 258, "repetition_penalty": 1.25}')
+    opened = terminal("run", folder, "--top-p", "0.5", columns=100, rows=30, LOCALCHAT_TOP_K="3")
+    opened.wait_for(">>>")
+    opened.send("/set min_p 0.1\r/show parameters\r")
+    rows = [line.split() for line in opened.wait_for("vram  ").splitlines()]
+    wanted = {"top_p": "0.5 flag", "top_k": "3 LOCALCHAT_TOP_K", "repeat_penalty": "1.25 generation_config.json"}
+    wanted |= {"min_p": "0.1 /set", "presence_penalty": "0.0 built-in", "ctx": "8192 built-in", "gpu": "cpu built-in"}
+    for name, value in wanted.items():
+        assert [name, *value.split()] in rows
+    opened.send("\x04")
+    assert opened.end() == 0
+
+
 def test_stdin_that_stays_open_is_waited_for_and_said(environment: dict[str, str], scripted: Scripted) -> None:
     words = [sys.executable, "-m", "localchat", "run", str(scripted("abc")), "hi"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -203,6 +413,30 @@ def test_signals_during_an_answer(
         _, stderr = process.communicate()
     assert process.returncode == code
     assert b"Traceback" not in stderr
+
+
+def test_an_interrupted_answer_is_a_whole_object(environment: dict[str, str], scripted: Scripted) -> None:
+    words = [sys.executable, "-m", "localchat", "run", str(scripted("abcdefghij", loop=True)), "-c", "65000", "hi"]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*words, "--json"], env=environment, **pipes) as process:
+        time.sleep(5)  # it has nothing to say before its end
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate()
+    assert (process.returncode, stderr) == (130, b"")
+    assert json.loads(stdout)["finish_reason"] == "interrupted"
+    assert json.loads(stdout)["text"].startswith("abcdefghijabc")
+
+
+@pytest.mark.parametrize("flag", ["--json", "-x", "--raw"])
+def test_a_pipe_that_is_closed_or_full(environment: dict[str, str], coding: Path, flag: str) -> None:
+    base = f"{sys.executable} -m localchat run {coding} {flag} hi </dev/null"
+    ended = [
+        subprocess.run(["bash", "-c", line], capture_output=True, env=environment, check=False)
+        for line in (f"({base}; echo $? >&2) | true", f"{base} >/dev/full")
+    ]
+    assert ended[0].stderr == b"141\n"
+    assert ended[1].returncode == 1
+    assert ended[1].stderr.startswith(b"localchat: error: No space left on device.")
 
 
 def test_interrupted_while_waiting(environment: dict[str, str]) -> None:

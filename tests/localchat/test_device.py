@@ -9,6 +9,8 @@ from localchat import device
 from localchat.device import choose_device
 from localchat.errors import UsageError, UserError
 
+UUIDS = ("5c3a1d2e-0000", "5c3b0000-0000")
+
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -20,7 +22,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         "set_device": lambda index: asked.update(index=index),
         "get_device_name": lambda index: "Card",
         "get_device_capability": lambda index: (8, 9),
-        "get_device_properties": lambda index: SimpleNamespace(total_memory=24e9),
+        "get_device_properties": lambda index: SimpleNamespace(total_memory=24e9, uuid=UUIDS[index]),
         "set_per_process_memory_fraction": lambda fraction, index: asked.update(fraction=fraction),
     }
     for name, fake in fakes.items():
@@ -45,6 +47,32 @@ def test_a_card_is_taken_and_capped(card: dict[str, float], monkeypatch: pytest.
     with pytest.raises(UsageError, match="torch sees 1 NVIDIA card") as caught:
         choose_device("3")
     assert "--gpu cpu" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["GPU-5c3b0000-0000", "GPU-5c3b", "5C3B0000-0000"])
+def test_a_card_is_found_by_its_uuid(card: dict[str, float], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(device, "_check_card", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(name) == "cuda:1"
+    assert card["index"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("GPU-5c3", "is the start of 2 cards' UUIDs"),
+        ("GPU-77", "torch sees 2"),
+        ("GPU-", "torch sees 2"),
+        ("²", "sees"),
+    ],
+)
+def test_a_uuid_that_means_no_single_card(
+    card: dict[str, float], monkeypatch: pytest.MonkeyPatch, name: str, sentence: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match=sentence) as caught:
+        choose_device(name)
+    assert "1 (GPU-5c3b0000-0000)" in caught.value.hint
 
 
 def test_an_old_card_is_named_and_the_processor_offered(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from localchat import slash
+from localchat import parameters, slash
 from localchat.chat import Chat
 from localchat.errors import UsageError
 from localchat.sampling import Sampling
@@ -124,13 +124,28 @@ def test_values_are_listed(commands: slash.SlashCommands) -> None:
     commands.run("/set top_k 7")
     shown = commands.run("/set")
     assert shown == commands.run("/show parameters")
-    rows = dict(line.split(maxsplit=1) for line in str(shown).splitlines())
-    assert (rows["top_k"], rows["seed"], rows["max_tokens"], rows["temperature"]) == (
-        "7",
-        "drawn for each reply",
-        "not set",
-        "0.7",
-    )
+    rows = {line.split()[0]: line.split(maxsplit=1)[1].split("  ") for line in str(shown).splitlines()}
+    shown_of = {name: (cells[0], cells[-1].strip()) for name, cells in rows.items()}
+    assert shown_of["top_k"] == ("7", "/set")
+    assert shown_of["seed"] == ("drawn for each reply", "built-in")
+    assert shown_of["max_tokens"] == ("not set", "built-in")
+    assert shown_of["temperature"] == ("0.7", "built-in")
+
+
+def test_values_are_listed_with_where_they_are_from(chat: Chat) -> None:
+    origins = {"temperature": "flag", "think": "LOCALCHAT_THINK", "top_p": "/a\x1b[1m/config.toml, line 3"}
+    about = slash.About("the model", "the ledger", origins, fixed=(("ctx", 8192, "flag"), ("vram", None, "built-in")))
+    chat.template_variables = parameters.think_variables("high")
+    commands = slash.SlashCommands(chat, about, seed_is_fixed=True)
+    rows = [line.split() for line in str(commands.run("/show parameters")).splitlines()]
+    assert ["temperature", "0.7", "flag"] in rows
+    assert ["think", "high", "LOCALCHAT_THINK"] in rows
+    assert ["top_p", "0.95", "/a^[[1m/config.toml,", "line", "3"] in rows
+    assert ["seed", "5", "built-in"] in rows
+    assert rows[-2:] == [["ctx", "8192", "flag"], ["vram", "not", "set", "built-in"]]
+    commands.run("/set nothink")
+    assert chat.template_variables == {"enable_thinking": False}
+    assert ["think", "off", "/set"] in [line.split() for line in str(commands.run("/set")).splitlines()]
 
 
 def test_show(commands: slash.SlashCommands, chat: Chat) -> None:
