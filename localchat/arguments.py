@@ -22,6 +22,7 @@ COMMANDS = {
     "show": "describe a model and the memory it needs",
     "quantize": "convert a checkpoint to a packed INT4 folder",
     "bench": "measure prefill and decode speed",
+    "doctor": "look whether a model can run here, and what is in its way",
 }
 ALIASES = {"chat": "run", "ls": "list", "quantise": "quantize"}
 _MISSING = "the following arguments are required: "  # argparse's words
@@ -113,7 +114,7 @@ def parser_for(command: str) -> Parser:
     parser.set_defaults(command=command)
     if command == "quantize":
         _quantize_flags(parser)
-    elif command == "list":
+    elif command in ("list", "doctor"):
         parser.flag("--json", action="store_true", help="print one JSON document")
     else:
         text = "an alias, a hub id (owner/name[@revision]), a folder or a .gguf"
@@ -122,7 +123,7 @@ def parser_for(command: str) -> Parser:
             _run_flags(parser)
         elif command in ("show", "bench"):
             parser.flag("--json", action="store_true", help="print one JSON document")
-    if command not in ("list", "show"):  # these two never download
+    if command not in ("list", "show", "doctor"):  # these never download
         parser.flag("--offline", action="store_true", help="use only what is on the disk")
         parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
     if command in ("run", "bench"):

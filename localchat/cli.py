@@ -49,6 +49,10 @@ def _run(words: Sequence[str]) -> int:
         from localchat import listing
 
         return listing.print_models(as_json=args.json, with_usage=not args.command)
+    if args.command == "doctor":
+        from localchat import doctor
+
+        return doctor.print_findings(as_json=args.json)
     commands = {"run": _chat, "pull": _pull, "show": _show, "quantize": _quantize, "bench": _bench}
     return commands[args.command](args)
 

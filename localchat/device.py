@@ -4,6 +4,8 @@ A card that cannot run the kernels is named in one sentence, never passed over i
 at a hundred tokens a second and does at three is a fault nobody explains to the user.
 """
 
+from subprocess import SubprocessError
+
 from localchat.errors import UsageError, UserError
 
 # The oldest compute capability whose arithmetic the kernels use (Ampere: bf16 products).
@@ -52,6 +54,6 @@ def _check_card(index: int) -> None:
     try:
         advance(*(torch.zeros(1, dtype=torch.int64, device=f"cuda:{index}") for _ in range(4)))
         torch.cuda.synchronize(index)
-    except (RuntimeError, CompilationError, OSError) as error:
+    except (RuntimeError, CompilationError, OSError, SubprocessError) as error:  # the last: the C compiler's
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{name} is there, but Triton cannot compile for it ({reason}).", _CPU_HINT) from error

@@ -18,7 +18,8 @@ Scripted = Callable[..., Path]
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["run", "--help"], ["rnu"], ["run", "m", "--tmep"], ["list"]]
+    "words",
+    [["--help"], ["--version"], ["run", "--help"], ["doctor", "--help"], ["rnu"], ["run", "m", "--tmep"], ["list"]],
 )
 def test_nothing_heavy_is_imported(words: list[str], environment: dict[str, str]) -> None:
     program = (
