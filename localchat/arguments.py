@@ -126,7 +126,7 @@ def parser_for(command: str) -> Parser:
     if command not in ("list", "show", "doctor"):  # these never download
         parser.flag("--offline", action="store_true", help="use only what is on the disk")
         parser.flag("-y", "--yes", action="store_true", help="do not ask before a large download")
-    if command in ("run", "bench"):
+    if command in ("run", "bench", "show"):
         parser.flag(
             "--gpu", default="auto", metavar="N|cpu", help="which card, or the processor (default: a card if any)"
         )

@@ -81,7 +81,7 @@ def _pull(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from localchat import listing
 
-    return listing.print_model(args.model, context=args.ctx, as_json=args.json)
+    return listing.print_model(args.model, context=args.ctx, as_json=args.json, gpu=args.gpu, vram=args.vram)
 
 
 def _quantize(args: argparse.Namespace) -> int:

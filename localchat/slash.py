@@ -35,10 +35,10 @@ NAMES = ("/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/r
 
 @dataclass(frozen=True)
 class About:
-    """What /show can say of the model: a few lines each, made when it was loaded."""
+    """What /show can say of the model: a few lines each, of its memory as it is when somebody asks."""
 
     info: str
-    memory: str
+    memory: str | Callable[[], str]
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ class SlashCommands:
         if rest == "system":
             return visible(self._chat.system or "there is no system prompt")
         if rest == "memory":
-            return self._about.memory
+            memory = self._about.memory
+            return memory if isinstance(memory, str) else memory()
         if rest in ("", "info"):
             return self._about.info
         raise UsageError(f"there is nothing called {one_line(rest)!r} to show.", f"there are {', '.join(SHOWN)}.")
