@@ -71,10 +71,10 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _pull(args: argparse.Namespace) -> int:
-    from localchat.prepare import packed_folder
+    from localchat.prepare import packed_folder, say
 
     folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
-    print(f"localchat: {args.model} is ready in {folder}", file=sys.stderr)
+    say(f"{args.model} is ready in {folder}: localchat run {args.model}")
     return 0
 
 

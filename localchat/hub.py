@@ -202,7 +202,7 @@ def _explained(error: Exception, repo: str, revision: str | None) -> UserError:
     if isinstance(error, OSError) and error.errno and not from_network:
         return UserError(f"{repo} could not be saved to {constants.HF_HUB_CACHE}: {os.strerror(error.errno)}.")
     reason = str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__
-    hint = "what has arrived is kept: the same command goes on from there, and --offline takes what is on the disk."
+    hint = "`localchat doctor` looks at the network; what has arrived is kept, and the same command goes on from there."
     return _Unreachable(f"{constants.ENDPOINT} cannot be reached for {repo} ({reason}).", hint)
 
 

@@ -49,7 +49,7 @@ def print_model(name: str, *, context: int | None, as_json: bool, gpu: str = "au
     shape = config or entry
     if shape is None:
         near = registry.suggest(name)
-        hint = f"did you mean {near}?" if near else "`localchat pull` downloads a model from the hub first."
+        hint = f"did you mean {near}?" if near else f"`localchat pull {one_line(name)}` downloads a model first."
         raise ModelNotFound(f"{one_line(name)} is neither on this machine nor a name that is known.", hint)
     packed = folder is not None and config is not None and config.quantization is not None
     memory = memory_of(gpu, vram)

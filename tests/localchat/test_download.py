@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from localchat.errors import ModelNotFound, UserError
 from localchat.registry import MODELS
 from localchat.transfer import Fetched, Notice, Plan, Progress
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 REPO, OLD_NAME = "Some/Model", "Some/Older-Name"
 FILE = "model.safetensors"
 CONFIG = json.dumps(MODELS["qwen3-0.6b"].config_dict()).encode()
@@ -316,3 +318,23 @@ def test_the_disk_must_hold_the_packed_model_too(server: Hub, tmp_path: Path, mo
     assert server.weights_got() == []
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": free}))
     assert fetched(hub.fetch(REPO))[0] == WEIGHTS
+
+
+def test_ctrl_c_during_a_download(
+    server: Hub, scripted: Callable[..., Path], terminal: Callable[..., Any], tmp_path: Path
+) -> None:
+    """One total bar with its rate and the time left; Ctrl-C ends it at once and keeps what has arrived."""
+    source = scripted("abc").parent / "source"
+    server.files = server.sent = {file.name: file.read_bytes() for file in source.iterdir()}
+    server.held.set()
+    window = terminal("pull", REPO, HF_ENDPOINT=server.url, HF_HOME=str(tmp_path), columns=100)
+    total = sum(len(body) for name, body in server.files.items() if not name.endswith(".md"))
+    bar = rf"downloading .*[\d.]+/{total / 1e3:.1f} kB .*(/s|\?) [-\d]+:"
+    window.wait_for(lambda text: re.search(bar, text) is not None and bool(parts(tmp_path)))
+    start = time.monotonic()
+    window.send("\x03")
+    assert window.end() == 130
+    assert time.monotonic() - start < 10  # 2 s on a machine with nothing else to do
+    assert window.text.splitlines()[-1] == "localchat: interrupted"
+    assert "Traceback" not in window.text
+    assert [part.stat().st_size for part in parts(tmp_path)] == [len(server.files[FILE]) // 2]

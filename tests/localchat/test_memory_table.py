@@ -16,6 +16,7 @@ from localchat.ledger import ledger, ledger_of_folder
 from localchat.memory_table import Measured, Memory, measure, memory_of, table_rows, table_text
 from localchat.registry import MODELS
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 BIG = MODELS["qwen3.5-27b"]
 CARD = Memory("cuda:0", "Some Card", 24_000_000_000, others=3_000_000_000)
 
