@@ -21,6 +21,7 @@ COMMANDS = {
     "quantize": "convert a checkpoint to a packed INT4 folder",
     "bench": "measure prefill and decode speed",
     "sessions": "list, show, export or remove saved conversations",
+    "doctor": "look whether a model can run here, and what is in its way",
     "completion": "print a script that completes commands in your shell",
 }
 ALIASES = {"chat": "run", "ls": "list", "quantise": "quantize"}

@@ -58,6 +58,7 @@ def _run(words: Sequence[str]) -> int:
         "rm": _rm,
         "quantize": _quantize,
         "bench": _bench,
+        "doctor": _doctor,
         "sessions": _sessions,
         "completion": _completion,
         COMPLETE: _complete,
@@ -107,17 +108,23 @@ def _sessions(args: argparse.Namespace) -> int:
 
 
 def _pull(args: argparse.Namespace) -> int:
-    from localchat.prepare import packed_folder
+    from localchat.prepare import packed_folder, say
 
     folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
-    print(f"localchat: {args.model} is ready in {folder}", file=sys.stderr)
+    say(f"{args.model} is ready in {folder}: localchat run {args.model}")
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
     from localchat import listing
 
-    return listing.print_model(args.model, context=args.ctx, as_json=args.json)
+    return listing.print_model(args.model, context=args.ctx, as_json=args.json, gpu=args.gpu, vram=args.vram)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from localchat import doctor
+
+    return doctor.print_findings(as_json=args.json)
 
 
 def _rm(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ at a hundred tokens a second and does at three is a fault nobody explains to the
 """
 
 import re
+from subprocess import SubprocessError
 
 from localchat.errors import UsageError, UserError
 from localchat.text_safety import one_line
@@ -92,6 +93,6 @@ def _check_card(index: int) -> None:
     try:
         advance(*(torch.zeros(1, dtype=torch.int64, device=f"cuda:{index}") for _ in range(4)))
         torch.cuda.synchronize(index)
-    except (RuntimeError, CompilationError, OSError) as error:
+    except (RuntimeError, CompilationError, OSError, SubprocessError) as error:  # the last: the C compiler's
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{name} is there, but Triton cannot compile for it ({reason}).", _CPU_HINT) from error

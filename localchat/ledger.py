@@ -23,8 +23,10 @@ from localchat.errors import BadCheckpoint
 KV_BYTES = {"cpu": 4, "cuda": 2}  # fp32 and bf16, see ops.py
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of one forward, as in the tables of ops (which import torch)
 CUDA_CONTEXT = 800_000_000  # driver, torch, Triton and cuBLAS of one process; 0.79-0.81e9 measured on an H200
+DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}  # tokens; a processor reads slowly, and its cache is fp32
 SNAPSHOT_BUDGET = 4 << 30  # host memory for states to return to, of models that cannot be cut back
 
+_WEIGHTS = ("INT4 weights", "scales", "INT8 weights", "unquantised weights", "embedding", "lm_head", "norms and biases")
 _DTYPE_BYTES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "I64": 8, "F64": 8}
 
 
@@ -77,7 +79,7 @@ def ledger(config: ModelConfig, context: int | None = None, device: str = "cpu")
 
     context: tokens; None means the model's own maximum. device: "cpu" or "cuda".
     """
-    sizes = {"INT4 weights": 0, "scales": 0, "INT8 weights": 0, "unquantised weights": 0, "embedding": 0, "lm_head": 0}
+    sizes = dict.fromkeys(_WEIGHTS, 0)
     for name, n, k in _matrices(config):
         form = config.quantization.format_of(name) if config.quantization else _default_format(config, name, k)
         codes, scales = _matrix_bytes(n, k, form)
@@ -96,10 +98,10 @@ def ledger_of_folder(folder: Path, context: int | None = None, device: str = "cp
     Raises:
         BadCheckpoint: config.json or a safetensors header cannot be read.
     """
-    sizes: dict[str, int] = {}
+    sizes = dict.fromkeys(_WEIGHTS, 0)
     for path in sorted(folder.glob("*.safetensors")):
         for row, nbytes in _tensors(path):
-            sizes[row] = sizes.get(row, 0) + nbytes
+            sizes[row] += nbytes
     return _with_run_time(load_config(folder), sizes, context, device)
 
 
@@ -218,12 +220,13 @@ def _tensors(path: Path) -> Iterator[tuple[str, int]]:
                     continue
                 part = file.get_slice(name)
                 shape = part.get_shape()
-                yield _row_of(name, len(shape), part.get_dtype()), prod(shape) * _DTYPE_BYTES[part.get_dtype()]
+                yield row_of(name, len(shape), part.get_dtype()), prod(shape) * _DTYPE_BYTES[part.get_dtype()]
     except (SafetensorError, OSError, KeyError) as error:
         raise BadCheckpoint(f"{path}: its header cannot be read ({error}).") from error
 
 
-def _row_of(name: str, dimensions: int, dtype: str) -> str:
+def row_of(name: str, dimensions: int, dtype: str) -> str:
+    """The row that counts a tensor of a packed model; dtype as in safetensors' headers."""
     if name.startswith(("embed_tokens.", "lm_head.")):
         return "lm_head" if name.startswith("lm_head.") else "embedding"
     if name.endswith((".scales", ".mins")):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from localchat import registry, store
 from localchat.config import ModelConfig, QuantizationConfig, load_config
 from localchat.errors import ModelNotFound
-from localchat.ledger import Ledger, ledger, ledger_of_folder
+from localchat.ledger import DEFAULT_CONTEXT, Ledger, ledger, ledger_of_folder
+from localchat.memory_table import Memory, memory_of, table_text
 from localchat.prepare import registry_name, size_text
-from localchat.stats import memory_used
 from localchat.text_safety import one_line
 
 if TYPE_CHECKING:
@@ -38,31 +38,57 @@ def print_models(*, as_json: bool, with_usage: bool) -> int:
     return 0
 
 
-def print_model(name: str, *, context: int | None, as_json: bool) -> int:
-    """The shape of a model, its quantisation and its memory ledger.
+def print_model(name: str, *, context: int | None, as_json: bool, gpu: str = "auto", vram: float | None = None) -> int:
+    """The shape of a model, its quantisation and its memory ledger on what `run` would use.
 
     Raises:
         ModelNotFound: it is neither here nor in the registry.
+        UserError: there is no such card, or it cannot be used.
     """
     folder, config, entry = _lookup(name)
     shape = config or (entry.config if entry else None)
     if shape is None:
         near = registry.suggest(name)
-        hint = f"did you mean {near}?" if near else "`localchat pull` downloads a model from the hub first."
+        hint = f"did you mean {near}?" if near else f"`localchat pull {one_line(name)}` downloads a model first."
         raise ModelNotFound(f"{one_line(name)} is neither on this machine nor a name that is known.", hint)
     packed = folder is not None and config is not None and config.quantization is not None
-    table = ledger_of_folder(folder, context) if packed and folder else ledger(shape, context)
+    memory = memory_of(gpu, vram)
+
+    def ledger_at(tokens: int) -> Ledger:
+        if packed and folder:
+            return ledger_of_folder(folder, tokens, memory.kind)
+        return ledger(shape, tokens, memory.kind)
+
+    if context is None:  # as `run` chooses it
+        context = min(shape.max_position_embeddings, DEFAULT_CONTEXT[memory.kind])
+        context = min(context, ledger_at(1).largest_context(memory.available)) or context
+    table = ledger_at(context)
     facts = _facts(name, folder, shape, entry)
     if as_json:
-        rows = [{"name": row.name, "bytes": row.nbytes, "in_total": row.in_total} for row in table.rows]
-        memory = {"rows": rows, "total": table.total, "context": table.context}
-        print(json.dumps({**facts, "memory": memory}, indent=2))
+        print(json.dumps({**facts, "memory": _memory_facts(table, memory)}, indent=2))
         return 0
     for key, value in facts.items():
         if value not in ("", None):
             print(f"{key.replace('_', ' '):<26}{one_line(f'{value:,}' if type(value) is int else str(value))}")
-    print(f"\n{ledger_text(table)}")
+    print(f"\n{table_text(table, memory)}")
     return 0
+
+
+def _memory_facts(table: Ledger, memory: Memory) -> dict[str, Any]:
+    return {
+        "rows": [
+            {"name": row.name, "bytes": row.nbytes, "on_host": row.on_host, "in_total": row.in_total}
+            for row in table.rows
+        ],
+        "total": table.total,
+        "context": table.context,
+        "device": memory.kind,
+        "device_name": memory.name,
+        "device_bytes": memory.total,
+        "other_programs": memory.others,
+        "available": memory.available,
+        "largest_context": table.largest_context(memory.available),
+    }
 
 
 def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
@@ -142,21 +168,3 @@ def describe_quantization(quantization: QuantizationConfig) -> str:
     if form.bits != 4:
         return f"INT{form.bits}" if form.bits == 8 else "unquantised"
     return f"INT4 groups of {form.group_size}, {'symmetric' if form.symmetric else 'scale + min'}"
-
-
-def ledger_text(table: Ledger, device: str = "cpu") -> str:
-    """The ledger as aligned lines, with the largest context that this machine's memory holds."""
-    total = memory_used(device)[1]
-    rows = [
-        (
-            row.name + (" (host)" if row.on_host else "" if row.in_total else " (if there is room)"),
-            size_text(row.nbytes),
-        )
-        for row in table.rows
-    ]
-    rows += [
-        ("total", size_text(table.total)),
-        ("memory of this machine" if device == "cpu" else "memory of this card", size_text(total)),
-    ]
-    rows.append(("largest context that fits", f"{table.largest_context(total):,} tokens"))
-    return "\n".join(f"{name:<26}{value:>12}" for name, value in rows)

@@ -92,12 +92,15 @@ def fetch(name: str, *, offline: bool, yes: bool) -> Fetched:
             if isinstance(record, Notice):
                 say(record.text)
             elif isinstance(record, Plan):
-                say(f"downloading {one_line(record.source_id)}, {size_text(record.missing_bytes)}")
+                here = record.total_bytes - record.missing_bytes
+                more = f" ({size_text(here)} is here already)" if here > record.total_bytes // 100 else ""
+                say(f"downloading {one_line(record.source_id)}, {size_text(record.missing_bytes)}{more}")
                 _confirm(record, yes=yes)
             else:
                 if bar is None:  # not before the question, whose line it would draw over
                     bar = stack.enter_context(progress_bar())
-                    task = bar.add_task("downloading")
+                    # What is here already is no part of the rate.
+                    task = bar.add_task("downloading", completed=record.done_bytes, total=record.total_bytes)
                 bar.update(task, completed=record.done_bytes, total=record.total_bytes)
     raise ModelNotFound(f"{one_line(name)} was not downloaded.")
 

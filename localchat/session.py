@@ -16,7 +16,8 @@ from localchat.config import ModelConfig, load_config, read_json
 from localchat.device import choose_device
 from localchat.engine import Engine
 from localchat.errors import DoesNotFit, UsageError
-from localchat.listing import describe_config, ledger_text
+from localchat.listing import describe_config
+from localchat.memory_table import measure, memory_on, table_text
 from localchat.prepare import registry_name, say, size_text
 from localchat.sampling import Sampling
 from localchat.saved import Saved
@@ -26,9 +27,6 @@ from localchat.statusline import notices, stats_block
 from localchat.stream import Look, console_for, stream_reply
 from localchat.template import ChatTemplate
 from localchat.tokenizer import Tokenizer
-
-# Tokens; less where the model or the memory has less. A processor reads slowly, and its cache is fp32.
-DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     start = time.perf_counter()
     config = load_config(folder)
     device = choose_device(args.gpu, args.vram)
+    memory, before = memory_on(device, args.vram), memory_used(device)[0]
     context = context_length(args.ctx, config, folder, device, args.vram)
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
@@ -73,7 +72,9 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         banner=f"{summary}\n/help for commands, Ctrl-D to leave",
         about=slash.About(
             info=f"{summary}\n{folder}",
-            memory=ledger_text(ledger.ledger_of_folder(folder, context, _kind(device)), device),
+            memory=lambda: table_text(
+                ledger.ledger_of_folder(folder, context, memory.kind), memory, measure(engine, memory, before)
+            ),
             origins=parameters.sampling_origins(settings.given_origins(args), generation_config),
             fixed=(
                 ("ctx", context, args.origins["ctx"]),
@@ -92,7 +93,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
 def context_length(
     wanted: int | None, config: ModelConfig, folder: Path, device: str = "cpu", vram: float | None = None
 ) -> int:
-    """The context in tokens: what was asked for, or DEFAULT_CONTEXT, within the model's limit and the memory.
+    """The context in tokens: what was asked for, or ledger.DEFAULT_CONTEXT, within the model's limit and the memory.
 
     Raises:
         UsageError: more was asked for than the model was trained for.
@@ -119,7 +120,7 @@ def context_length(
             f"the model and a context of {wanted or 1:,} tokens do not fit into {size_text(total)} of memory.",
             "; ".join(fixes[:3]) + "." if fixes else "take a smaller model (`localchat list`).",
         )
-    return wanted or min(limit, DEFAULT_CONTEXT[_kind(device)], largest)
+    return wanted or min(limit, ledger.DEFAULT_CONTEXT[_kind(device)], largest)
 
 
 def largest_model(available: int, context: int, kind: str) -> str | None:

@@ -45,14 +45,14 @@ NAMES = (
 
 @dataclass(frozen=True)
 class About:
-    """What /show can say of the model: a few lines each, made when it was loaded.
+    """What /show can say of the model: a few lines each, of its memory as it is when somebody asks.
 
     `origins` says where the parameters' values are from (field -> words), `fixed` are (name, value, origin) of those
     that cannot be set any more.
     """
 
     info: str
-    memory: str
+    memory: str | Callable[[], str]
     origins: Mapping[str, str] = field(default_factory=dict)
     fixed: tuple[tuple[str, Any, str], ...] = ()
 
@@ -246,7 +246,8 @@ class SlashCommands:
         if rest == "system":
             return visible(self._chat.system or "there is no system prompt")
         if rest == "memory":
-            return self._about.memory
+            memory = self._about.memory
+            return memory if isinstance(memory, str) else memory()
         if rest in ("", "info"):
             return self._about.info
         raise UsageError(f"there is nothing called {one_line(rest)!r} to show.", f"there are {', '.join(SHOWN)}.")

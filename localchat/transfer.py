@@ -1,7 +1,8 @@
 """The records that a download is told in, and the look at the disk before it starts."""
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from localchat.errors import UserError
@@ -9,12 +10,17 @@ from localchat.errors import UserError
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be downloaded: (file name, size in bytes) pairs, and how much of it is not on this machine yet."""
+    """What is to be downloaded: (file name, size in bytes) pairs, and how much of it is not on this machine yet.
+
+    `etags` names the content of the files that the hub names it of; `packed_bytes` is the size of the packed model.
+    """
 
     source_id: str
     revision: str
     files: tuple[tuple[str, int], ...]
     missing_bytes: int
+    etags: Mapping[str, str] = field(default_factory=dict)
+    packed_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -56,7 +62,26 @@ def check_disk_space(folder: Path, wanted: int) -> None:
     Raises:
         UserError: they do not.
     """
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if wanted > free:
-        raise UserError(f"{folder} has {free / 1e9:.1f} GB free, but {wanted / 1e9:.1f} GB are needed: make room.")
+    check_disks((folder, wanted))
+
+
+def check_disks(*wanted: tuple[Path, int]) -> None:
+    """The same for several folders, which may be on one disk."""
+    disks: dict[int, tuple[Path, int]] = {}
+    for folder, nbytes in wanted:
+        existing = _existing(folder)
+        first, before = disks.get(existing.stat().st_dev, (folder, 0))
+        disks[existing.stat().st_dev] = (first, before + nbytes)
+    for folder, nbytes in disks.values():
+        free = free_space(folder)
+        if nbytes > free:
+            raise UserError(f"{folder} has {free / 1e9:.1f} GB free, but {nbytes / 1e9:.1f} GB are needed: make room.")
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that can still be written on the disk that holds (or will hold) `folder`."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

@@ -28,6 +28,7 @@ Scripted = Callable[..., Path]
         ["--help"],
         ["--version"],
         ["run", "--help"],
+        ["doctor", "--help"],
         ["rnu"],
         ["run", "m", "--tmep"],
         ["run", "m", "--think=hard"],

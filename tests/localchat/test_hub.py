@@ -2,9 +2,10 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.status = 200
         self.error_code = ""
+        self.error_message = "no"
+        self.answer: bytes | None = None  # to everything, in place of a hub's
         self.requests: list[str] = []
         self.halfway = threading.Event()  # cleared: a large file's second half is held back
         self.halfway.set()
@@ -59,7 +62,10 @@ class _Handler(BaseHTTPRequestHandler):
         hub_.requests.append(f"{self.command} {path}")
         hub_.authorization.add(self.headers.get("Authorization"))
         if hub_.status != 200:
-            self._answer(hub_.status, b"{}", {"X-Error-Code": hub_.error_code, "X-Error-Message": "no"})
+            refusal = {"X-Error-Code": hub_.error_code, "X-Error-Message": hub_.error_message}
+            self._answer(hub_.status, b"{}", {name: value for name, value in refusal.items() if value})
+        elif hub_.answer is not None:
+            self._answer(200, hub_.answer, {})
         elif path.startswith(f"/api/models/{REPO}"):
             siblings = [{"rfilename": name, "size": len(body)} for name, body in hub_.files.items()]
             self._answer(200, json.dumps({"id": REPO, "sha": SHA, "siblings": siblings}).encode(), {})
@@ -218,20 +224,52 @@ def test_token_is_sent(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "sentence"),
+    ("status", "code", "token", "sentence", "hint"),
     [
-        (401, "GatedRepo", "gated"),
-        (401, "RepoNotFound", "not on the hub"),
-        (404, "RevisionNotFound", "no revision 'v9'"),
-        (500, "", "500"),
+        (401, "GatedRepo", "", "is gated: accept its terms at http.*/Some/Model and set HF_TOKEN", ""),
+        (403, "GatedRepo", "hf_secret", "is gated, and your token's account has no access", ""),
+        (401, "RepoNotFound", "", "is not on the hub, or it is private .set HF_TOKEN", ""),
+        (404, "RepoNotFound", "hf_secret", "is not on the hub, or it is private and your token may not read", ""),
+        (401, "", "hf_wrong", "does not accept your token .HF_TOKEN.", "settings/tokens"),
+        (403, "", "hf_narrow", "does not let your token .HF_TOKEN. read Some/Model", ""),
+        (404, "RevisionNotFound", "", "has no revision 'v9'", "/tree/main"),
+        (429, "", "", "no more requests", "HF_TOKEN"),
+        (500, "", "", "answered 500", ""),
     ],
 )
-def test_refusals(server: Hub, status: int, code: str, sentence: str) -> None:
+def test_refusals(
+    server: Hub, monkeypatch: pytest.MonkeyPatch, status: int, code: str, token: str, sentence: str, hint: str
+) -> None:
     server.status, server.error_code = status, code
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    if "wrong" in token:  # as the hub says it
+        server.error_message = "Invalid credentials in Authorization header"
     with pytest.raises(ModelNotFound, match=sentence) as caught:
         list(hub.fetch(f"{REPO}@v9"))
     assert caught.value.exit_code == 3
     assert "\n" not in str(caught.value)
+    assert hint in caught.value.hint
+    assert token not in str(caught.value) + caught.value.hint or not token
+
+
+@pytest.mark.parametrize(
+    "answer", [b"<html>Please log in</html>", b"[]", b"{}", b'{"id": "Some/Model", "siblings": 3}']
+)
+def test_a_log_in_page_is_not_the_hub(server: Hub, answer: bytes) -> None:
+    server.answer = answer
+    with pytest.raises(ModelNotFound, match="does not answer as a model hub does") as caught:
+        list(hub.fetch(REPO))
+    assert "HF_ENDPOINT" in caught.value.hint
+
+
+def test_offline_by_the_hubs_own_variable(
+    server: Hub, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = command("pull", REPO, HF_ENDPOINT=server.url, HF_HUB_OFFLINE="1")
+    assert done.returncode == 3
+    assert b"HF_HUB_OFFLINE forbids to download it" in done.stderr
+    assert server.requests == []
 
 
 def test_unreachable_hub_is_one_sentence(no_hub: None) -> None:
