@@ -20,6 +20,7 @@ COMMANDS = {
     "rm": "remove a model from this machine",
     "quantize": "convert a checkpoint to a packed INT4 folder",
     "bench": "measure prefill and decode speed",
+    "sessions": "list, show, export or remove saved conversations",
     "completion": "print a script that completes commands in your shell",
 }
 ALIASES = {"chat": "run", "ls": "list", "quantise": "quantize"}

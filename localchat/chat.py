@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from localchat.errors import InputTooLong, UsageError, UserError
+from localchat.open_answer import OpenAnswer, answer_ids
 from localchat.reply_text import ReplyText
 from localchat.stats import Stats
+from localchat.turn import Turn
 
 if TYPE_CHECKING:  # so that importing this file loads neither torch nor jinja2
     from localchat.sampling import Sampling
@@ -31,6 +33,8 @@ _PLACEHOLDER_ANSWERS: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": _PLACEHOLDER},
     {"role": "assistant", "content": _PLACEHOLDER, "reasoning_content": _PLACEHOLDER},
 )
+
+_OWN_KEYS = ("interrupted", "ended")  # of a message; the rest is the template's
 
 
 class Engine(Protocol):
@@ -50,8 +54,10 @@ class Engine(Protocol):
     def prefill(self, ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
         """Append `ids` in chunks, yielding the number done; keep the state of the first `snapshot_at` ids in all."""
 
-    def generate(self, sampling: "Sampling", stop_ids: Collection[int], max_tokens: int) -> Iterator[int]:
-        """Draw ids, up to and with the first stop id."""
+    def generate(
+        self, sampling: "Sampling", stop_ids: Collection[int], max_tokens: int, *, replied: int = 0
+    ) -> Iterator[int]:
+        """Draw ids, up to and with the first stop id, behind `replied` ids of the same reply."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ class Chat:
     """One conversation over one engine.
 
     `messages` holds the turns as templates take them ({"role", "content"} and, for an answer with a thought,
-    "reasoning_content"); an answer that was stopped also has "interrupted": True. `system`, `sampling`, `max_tokens`,
+    "reasoning_content"). An answer that was stopped also has "interrupted": True, one that reached a limit has
+    "ended": "length" or "context"; the template sees neither. `system`, `sampling`, `max_tokens`,
     `stop` and `template_variables` (such as enable_thinking) may be assigned between turns.
     """
 
@@ -98,6 +105,7 @@ class Chat:
         self.stop = tuple(stop)
         self.template_variables = dict(template_variables or {})
         self.messages: list[dict[str, Any]] = []
+        self._open: OpenAnswer | None = None  # of the last turn, where it can be resumed
         self._boundaries: list[int] = []  # where snapshots were taken of what the engine holds
 
     def clear(self) -> None:
@@ -132,43 +140,111 @@ class Chat:
         """
         if not text.strip():
             raise UsageError("the prompt is empty: write something to answer.")
-        started, turn_start = time.perf_counter(), len(self.messages)
+        started = time.perf_counter()
         message = {"role": "user", "content": text}
         turn = self._turn([*self.messages, message], started)
-        answer = ReplyText(self.tokenizer, turn.prompt, self.stop)
-        answered = None
-        self.messages.append(message)
+        yield from self._take(turn, OpenAnswer({}, turn.prompt, []), [message])
+
+    def resume(self) -> Iterator[Chunk]:
+        """Go on with the last answer, which was interrupted or reached a limit: it grows in `messages`.
+
+        What the cache still holds of it is not read again, so it goes on as if nothing had stopped it; one that was
+        loaded is read again as its text. It ends as `reply` does; closed early, or on an error, the answer stays as
+        it was.
+
+        Raises:
+            UsageError: there is no such answer.
+            InputTooLong: it leaves no room for more; nothing has changed.
+        """
+        started = time.perf_counter()
+        opened = self._open_answer()
+        ids = self._fitting([*opened.prompt, *opened.drawn])
+        boundary = None
+        if self.engine.recurrent and opened is not self._open:
+            asked = self.messages[:-1]
+            boundary = self._boundary(asked, self._render(asked), opened.prompt)
+        yield from self._take(Turn(self.engine, ids, boundary, started), opened, [])
+
+    def tokens(self, asked: str | None = None, *, without: int = 0) -> int:
+        """The length of the prompt that answers `asked`, if the `without` oldest turns were dropped.
+
+        Where `asked` is None it is the prompt that goes on with an open answer, or else the conversation as it is.
+        """
+        messages = self.messages[self._start_of(without) :]
+        if asked is not None:
+            return len(self.tokenizer.encode(self._render([*messages, {"role": "user", "content": asked}])))
+        if messages and is_open(messages[-1]):
+            prompt = self.tokenizer.encode(self._render(messages[:-1]))
+            return len(prompt) + len(answer_ids(self.tokenizer, prompt, messages[-1]))
+        return len(self.tokenizer.encode(self._render(messages, open=False))) if messages else 0
+
+    def drop(self, turns: int) -> None:
+        """Forget the `turns` oldest turns; the system prompt stays."""
+        del self.messages[: self._start_of(turns)]
+        self._open = None  # its prompt has changed
+
+    def _start_of(self, turn: int) -> int:
+        """Where the `turn`-th turn (from 0) begins in `messages`; their number if there is no such turn."""
+        starts = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
+        return 0 if turn == 0 else [*starts, *[len(self.messages)] * (turn + 1)][turn]
+
+    def _open_answer(self) -> OpenAnswer:
+        last = self.messages[-1] if self.messages else {"role": ""}
+        if last["role"] != "assistant":
+            raise UsageError("there is no answer to continue.")
+        if not is_open(last):
+            raise UsageError("the last answer is complete, so there is nothing to continue.")
+        if self._open is not None and self._open.message is last:
+            return self._open
+        prompt = self.tokenizer.encode(self._render(self.messages[:-1]))
+        return OpenAnswer(last, prompt, answer_ids(self.tokenizer, prompt, last))
+
+    def _take(self, turn: Turn, opened: OpenAnswer, asked: list[dict[str, Any]]) -> Iterator[Chunk]:
+        """Run `turn`, an answer to `asked` or (where that is empty) more of the last message.
+
+        `opened` is what there is of the answer so far.
+        """
+        answer = ReplyText(self.tokenizer, opened.prompt, self.stop)
+        for token in opened.drawn:
+            answer.push(token)
+        before, answered = len(self.messages), None
+        self.messages += asked
         try:
             yield from self._prefill(turn)
-            finish_reason = yield from self._generate(turn, answer)
-            answered = answer.message()
-        except (GeneratorExit, KeyboardInterrupt):
-            if not answer.empty:
+            finish_reason = yield from self._generate(turn, answer, len(opened.drawn))
+            answered = answer.message() if finish_reason == "stop" else {**answer.message(), "ended": finish_reason}
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
+            if turn.generated and not answer.empty:
                 answered = {**answer.message(), "interrupted": True}
             raise
         finally:
             if answered is None:
-                del self.messages[turn_start:]
+                del self.messages[before:]
             else:
-                self.messages.append(answered)
+                self.messages[before + 1 if asked else before - 1 :] = [answered]
+                drawn = [*opened.drawn, *turn.drawn]
+                self._open = OpenAnswer(answered, opened.prompt, drawn) if is_open(answered) else None
         yield Chunk("end", "", turn.stats(), finish_reason, in_thought=answer.kind == "thought")
 
-    def _turn(self, messages: Sequence[dict[str, Any]], started: float) -> "_Turn":
+    def _turn(self, messages: Sequence[dict[str, Any]], started: float) -> Turn:
         """The turn that answers the last of `messages`."""
         rendered = self._render(messages)
-        prompt = self.tokenizer.encode(rendered)
+        prompt = self._fitting(self.tokenizer.encode(rendered))
+        boundary = self._boundary(messages, rendered, prompt) if self.engine.recurrent else None
+        return Turn(self.engine, prompt, boundary, started)
+
+    def _fitting(self, prompt: list[int]) -> list[int]:
         if len(prompt) >= self.engine.max_length:
             raise InputTooLong(
                 f"the conversation has {len(prompt):,} tokens and the context holds {self.engine.max_length:,} with "
                 "the answer: shorten it, clear the conversation, or enlarge the context."
             )
-        boundary = self._boundary(messages, rendered, prompt) if self.engine.recurrent else None
-        return _Turn(self.engine, prompt, boundary, started)
+        return prompt
 
     def _render(self, messages: Sequence[dict[str, Any]], *, open: bool = True) -> "list[Segment]":
         """The conversation as the template writes it, `open` to be answered."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        turns = [{key: value for key, value in m.items() if key != "interrupted"} for m in messages]
+        turns = [{key: value for key, value in m.items() if key not in _OWN_KEYS} for m in messages]
         return self.template.render(system + turns, add_generation_prompt=open, **self.template_variables)
 
     def _boundary(self, messages: Sequence[dict[str, Any]], rendered: "list[Segment]", prompt: list[int]) -> int:
@@ -193,7 +269,7 @@ class Chat:
         except UserError:
             return None
 
-    def _prefill(self, turn: "_Turn") -> Iterator[Chunk]:
+    def _prefill(self, turn: Turn) -> Iterator[Chunk]:
         """Bring the cache to the prompt: keep the longest common prefix, compute the rest (at least one token)."""
         prefix = _common_prefix(self.engine.ids, turn.prompt)
         reusable = min(prefix, len(turn.prompt) - 1)
@@ -208,12 +284,12 @@ class Chat:
             yield Chunk("prefill", "", turn.stats())
         turn.cached = len(turn.prompt) - turn.prefilled
 
-    def _generate(self, turn: "_Turn", answer: ReplyText) -> Generator[Chunk, None, FinishReason]:
-        """Stream the answer's pieces; returns why it ended."""
+    def _generate(self, turn: Turn, answer: ReplyText, replied: int) -> Generator[Chunk, None, FinishReason]:
+        """Stream the pieces of an answer that has `replied` ids already; returns why it ended."""
         limit = self.engine.max_length + 1 if self.max_tokens is None else self.max_tokens
         stop_token = False
-        for token in self.engine.generate(self.sampling, self.tokenizer.stop_ids, limit):
-            turn.count_generated()
+        for token in self.engine.generate(self.sampling, self.tokenizer.stop_ids, limit, replied=replied):
+            turn.count_generated(token)
             if stop_token := token in self.tokenizer.stop_ids:
                 break
             kind, text = answer.push(token)
@@ -228,47 +304,9 @@ class Chat:
         return "length" if turn.generated == limit else "context"
 
 
-class _Turn:
-    """The prompt of one turn and its counters, from which each Chunk gets its Stats."""
-
-    def __init__(self, engine: Engine, prompt: list[int], boundary: int | None, started: float) -> None:
-        self.prompt = prompt
-        self.boundary = boundary
-        self.cached = 0
-        self.reread = 0
-        self.prefilled = 0
-        self.generated = 0
-        self._engine = engine
-        self._forwarded_before = engine.tokens_forwarded
-        self._started = started
-        self._prefill_started = self._prefill_ended = self._first_token = time.perf_counter()
-
-    def count_prefilled(self) -> None:
-        """To be called after each prefilled chunk."""
-        self.prefilled = self._engine.tokens_forwarded - self._forwarded_before
-        self._prefill_ended = time.perf_counter()
-
-    def count_generated(self) -> None:
-        """To be called for each drawn id."""
-        self.generated += 1
-        if self.generated == 1:
-            self._first_token = time.perf_counter()
-
-    def stats(self) -> Stats:
-        """The numbers as of now."""
-        decoding = self.generated > 0
-        return Stats(
-            prompt_tokens=len(self.prompt),
-            cached_tokens=self.cached,
-            prefilled_tokens=self.prefilled,
-            reread_tokens=self.reread,
-            generated_tokens=self.generated,
-            prefill_seconds=self._prefill_ended - self._prefill_started,
-            decode_seconds=time.perf_counter() - self._first_token if decoding else 0.0,
-            ttft_seconds=self._first_token - self._started if decoding else 0.0,
-            context_used=len(self._engine.ids),
-            context_size=self._engine.max_length,
-        )
+def is_open(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer that did not end by itself, so that it can go on."""
+    return any(message.get(key) for key in _OWN_KEYS)
 
 
 def _common_prefix(a: Sequence[object], b: Sequence[object]) -> int:

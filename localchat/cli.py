@@ -58,6 +58,7 @@ def _run(words: Sequence[str]) -> int:
         "rm": _rm,
         "quantize": _quantize,
         "bench": _bench,
+        "sessions": _sessions,
         "completion": _completion,
         COMPLETE: _complete,
     }
@@ -76,6 +77,7 @@ def _add_settings(args: argparse.Namespace) -> None:
 def _chat(args: argparse.Namespace) -> int:
     from localchat.prepare import packed_folder
     from localchat.prompt_input import read_file, read_prompt
+    from localchat.saved import open_saved, settings_of
 
     argument = " ".join(args.prompt) if args.prompt else None
     if args.system_file is not None:
@@ -87,11 +89,21 @@ def _chat(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{flag} is for one answer, and there is no prompt.", "put the prompt behind the model's name."
         )
-    folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
-    from localchat import session
+    saved = open_saved(args)  # before anything is downloaded
+    try:
+        folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
+        from localchat import session
 
-    opened = session.open_chat(folder, args)
-    return session.converse(opened, args) if prompt is None else session.answer(opened, prompt, args)
+        opened = session.open_chat(folder, settings_of(args, saved[1]))
+        return session.converse(opened, args, saved) if prompt is None else session.answer(opened, prompt, saved)
+    finally:
+        saved[0].close()
+
+
+def _sessions(args: argparse.Namespace) -> int:
+    from localchat.sessions_command import run
+
+    return run(args)
 
 
 def _pull(args: argparse.Namespace) -> int:

@@ -97,9 +97,12 @@ class Engine:
             done += len(chunk)
             yield done
 
-    def generate(self, sampling: Sampling, stop_ids: Collection[int], max_tokens: int) -> Iterator[int]:
+    def generate(
+        self, sampling: Sampling, stop_ids: Collection[int], max_tokens: int, *, replied: int = 0
+    ) -> Iterator[int]:
         """Draw up to `max_tokens` ids, each yielded before it is put into the cache.
 
+        The last `replied` ids of the conversation are the beginning of this reply, for the presence penalty.
         Ends after a stop id (yielded, never cached), after `max_tokens`, or when the cache is full.
 
         Raises:
@@ -109,6 +112,8 @@ class Engine:
             raise ValueError("generate: got no prefilled token, wanted a call of prefill first")
         self._seen.zero_()
         self._seen[[i for i in self.ids if i < self.vocab_size]] = SEEN_IN_CONTEXT
+        said = self.ids[len(self.ids) - replied :]
+        self._seen[[i for i in said if i < self.vocab_size]] = SEEN_IN_CONTEXT | SEEN_IN_REPLY
         token = self._sample(sampling)
         for drawn in range(1, max_tokens + 1):
             yield token

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "fish")
 COLORS = ("auto", "on", "off")
+SESSION_ACTIONS = ("list", "show", "rm", "export")
 KV_CACHES = ("bf16",)
 THINK = ("on", "off", *values.EFFORTS)
 
@@ -28,6 +29,7 @@ USAGE = {
     "rm": "MODEL [flags]",
     "quantize": "SRC [-o DIR] [flags]",
     "bench": "MODEL [flags]",
+    "sessions": "[list | show NAME | rm NAME ... | export NAME] [flags]",
     "completion": " | ".join(SHELLS),
 }
 _RUN = """\
@@ -153,6 +155,16 @@ def _bench(parser: "Parser") -> None:
     _device(parser)
 
 
+def _sessions(parser: "Parser") -> None:
+    what = f"{', '.join(SESSION_ACTIONS)} (default: list)"
+    options: dict[str, Any] = {"choices": SESSION_ACTIONS, "default": "list", "metavar": "ACTION"}
+    parser.positional("action", nargs="?", help=what, **options)
+    parser.positional("names", nargs="*", metavar="NAME", help="which conversations")
+    parser.flag("--json", action="store_true", help="print one JSON document (export: instead of Markdown)")
+    text = "export into a new file instead of stdout"
+    parser.flag("-o", "--output", metavar="FILE", file=True, help=text)
+
+
 def _completion(parser: "Parser") -> None:
     parser.positional("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
 
@@ -165,6 +177,7 @@ OF_COMMAND: Mapping[str, Callable[["Parser"], None]] = {
     "rm": _rm,
     "quantize": _quantize,
     "bench": _bench,
+    "sessions": _sessions,
     "completion": _completion,
 }
 

@@ -4,12 +4,12 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localchat import ledger, one_answer, parameters, registry, settings, slash
+from localchat import conversation_settings, ledger, one_answer, parameters, registry, settings, slash
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
 from localchat.config import ModelConfig, load_config, read_json
@@ -18,6 +18,9 @@ from localchat.engine import Engine
 from localchat.errors import DoesNotFit, UsageError
 from localchat.listing import describe_config, ledger_text
 from localchat.prepare import registry_name, say, size_text
+from localchat.sampling import Sampling
+from localchat.saved import Saved
+from localchat.slash_conversations import ConversationCommands, resumed
 from localchat.stats import memory_used
 from localchat.statusline import notices, stats_block
 from localchat.stream import Look, console_for, stream_reply
@@ -37,8 +40,9 @@ class Opened:
     about: slash.About
     look: Look
     load_seconds: float
-    seed_is_fixed: bool
     folder: Path
+    args: argparse.Namespace
+    generation_config: dict[str, Any]
 
 
 def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
@@ -52,24 +56,14 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     device = choose_device(args.gpu, args.vram)
     context = context_length(args.ctx, config, folder, device, args.vram)
     generation = folder / "generation_config.json"
-    flags = sampling_flags(args)
-    defaults = read_json(generation) if generation.exists() else {}
-    sampling = parameters.sampling_for(flags, defaults)
+    generation_config = read_json(generation) if generation.exists() else {}
     name = registry_name(args.model)
     with loading(name):
         tokenizer = Tokenizer.load(folder)
         template = ChatTemplate.load(folder, tokenizer)
         engine = Engine(load_model(folder, device), context, vocab_size=tokenizer.vocab_size)
-    chat = Chat(
-        engine,
-        tokenizer,
-        template,
-        sampling,
-        system=args.system,
-        max_tokens=args.max_tokens,
-        stop=args.stop or (),
-        template_variables=parameters.think_variables(args.think),
-    )
+    chat = Chat(engine, tokenizer, template, Sampling())
+    conversation_settings.apply(chat, args, generation_config)
     for notice in settings.unheard(args, template.source, device):
         say(notice)
     used, total = memory_used(device)
@@ -80,7 +74,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         about=slash.About(
             info=f"{summary}\n{folder}",
             memory=ledger_text(ledger.ledger_of_folder(folder, context, _kind(device)), device),
-            origins=parameters.sampling_origins(settings.given_origins(args), defaults),
+            origins=parameters.sampling_origins(settings.given_origins(args), generation_config),
             fixed=(
                 ("ctx", context, args.origins["ctx"]),
                 ("gpu", device, args.origins["gpu"]),
@@ -89,15 +83,10 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         ),
         look=Look(args.color, hide_thinking=args.hide_thinking, verbose=args.verbose, device=device),
         load_seconds=time.perf_counter() - start,
-        seed_is_fixed="seed" in flags,
         folder=folder,
+        args=args,
+        generation_config=generation_config,
     )
-
-
-def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Field -> value of the sampling flags that were given (the parser leaves the others out)."""
-    fields = {p.field for p in parameters.PARAMETERS} - {"max_tokens", "stop"}
-    return {name: value for name, value in vars(args).items() if name in fields}
 
 
 def context_length(
@@ -143,34 +132,64 @@ def _kind(device: str) -> str:
     return device.partition(":")[0]
 
 
-def answer(opened: Opened, prompt: str, args: argparse.Namespace) -> int:
-    """Answer one prompt on stdout: 0, or 130 where Ctrl-C stopped it.
+def answer(opened: Opened, prompt: str, saved: Saved) -> int:
+    """Answer one prompt on stdout: 0, or 130 where Ctrl-C stopped it. It is saved if a conversation was asked for.
 
     Raises:
         UserError: --extract, and the answer has no code block.
     """
+    (autosave, conversation), args = saved, opened.args
+    chunks = opened.chat.reply(prompt)
+    if autosave.name:
+        autosave.attach(opened.chat, conversation)
+        chunks = autosave.record(prompt, chunks)
+    if conversation is not None and sys.stderr.isatty():
+        for line in resumed(opened.chat, conversation, autosave.model).splitlines():
+            say(line)
     printer = one_answer.printer_of(args, opened.look)
-    reply = stream_reply(opened.chat.reply(prompt), printer)
+    reply = stream_reply(chunks, printer)
     if reply.last is not None and args.verbose:
         print(stats_block(reply.last.stats, opened.chat.sampling.seed, opened.load_seconds), file=sys.stderr)
     if reply.last is not None and reply.last.finish_reason == "context":
         say("the answer stops here because the context is full")
-    for notice in notices(reply):
+    for notice in [*notices(reply), *filter(None, [autosave.fault])]:
         say(notice)
     one_answer.finish(printer, reply, opened.chat.sampling, args, opened.folder, opened.load_seconds)
     return 130 if reply.interrupted else 0
 
 
-def converse(opened: Opened, args: argparse.Namespace) -> int:
-    """The chat at the terminal, until the user leaves it."""
+def converse(opened: Opened, args: argparse.Namespace, saved: Saved) -> int:
+    """The chat at the terminal, until the user leaves it. `args` are the flags, without a conversation's settings."""
     from localchat import terminal
 
     history, notice = terminal.open_history()
     if notice:
         say(notice)
-    commands = slash.SlashCommands(opened.chat, opened.about, seed_is_fixed=opened.seed_is_fixed)
-    repl = terminal.Repl(opened.chat, commands, console_for(opened.look), opened.look, terminal.prompt_session(history))
-    return repl.run(opened.banner)
+    chat, (autosave, conversation) = opened.chat, saved
+
+    def settle(name: str, saved_settings: Mapping[str, Any]) -> None:
+        own = conversation_settings.adopted(args, saved_settings, name)
+        conversation_settings.apply(chat, own, opened.generation_config)
+        commands.origins = parameters.sampling_origins(settings.given_origins(own), opened.generation_config)
+        commands.seed_is_fixed = hasattr(own, "seed")
+        autosave.chosen.clear()
+        autosave.chosen.update(conversation_settings.chosen_by(own))
+
+    commands = slash.SlashCommands(
+        chat,
+        opened.about,
+        seed_is_fixed=hasattr(opened.args, "seed"),
+        chosen=autosave.chosen,
+        saved=ConversationCommands(chat, autosave, settle),
+    )
+    autosave.attach(chat, conversation)
+    banner = opened.banner
+    if conversation is not None:
+        banner += f"\n{resumed(chat, conversation, autosave.model)}"
+    repl = terminal.Repl(
+        chat, commands, console_for(opened.look), opened.look, terminal.prompt_session(history), autosave
+    )
+    return repl.run(banner, conversation.unanswered if conversation else "")
 
 
 @contextlib.contextmanager

@@ -6,19 +6,26 @@
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localchat import parameters
 from localchat.chat import Chat
 from localchat.errors import UsageError
 from localchat.text_safety import one_line, visible
 
+if TYPE_CHECKING:
+    from localchat.slash_conversations import ConversationCommands
+
 HELP = """\
 /help, /?            this text
 /retry, /regen       answer the last message anew
 /edit                take the last turn back and put its message on the line
 /undo [N]            take back the last turn, or the last N
+/continue            go on with an answer that was interrupted or reached a limit
 /clear               forget the conversation, keep the system prompt
+/save [NAME]         where the conversation is saved (it saves itself); NAME gives it a name
+/load NAME           go on with a saved conversation
+/sessions            list the saved conversations
 /set                 the parameters now
 /set NAME VALUE      set a parameter, as in /set temp 0.2
 /set system TEXT     set the system prompt (clears the conversation)
@@ -30,7 +37,10 @@ Enter sends. Alt-Enter, Ctrl-J or a \\ at the end of a line make a new line; so 
 Ctrl-C stops a reply. A message that starts with / is written with //."""
 
 SHOWN = ("info", "parameters", "system", "memory")
-NAMES = ("/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/retry", "/regen", "/undo", "/edit")
+NAMES = (
+    "/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/retry", "/regen", "/undo", "/edit",
+    "/continue", "/save", "/load", "/sessions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,9 +67,18 @@ class Retry:
 
 @dataclass(frozen=True)
 class Edit:
-    """To be done: put `text` on the line."""
+    """To be done: put `text` on the line, after saying `note`."""
 
     text: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Continue:
+    """To be done: go on with the last answer."""
+
+
+Result = str | Retry | Edit | Continue | None
 
 
 def is_command(text: str) -> bool:
@@ -78,21 +97,34 @@ def escaped(text: str) -> str:
 
 
 class SlashCommands:
-    """The commands over one chat. `seed_is_fixed` turns true once the user sets a seed."""
+    """The commands over one chat. `seed_is_fixed` turns true once the user sets a seed.
 
-    def __init__(self, chat: Chat, about: About, *, seed_is_fixed: bool) -> None:
-        self._chat, self._about = chat, about
-        self._origins = dict(about.origins)
+    `chosen` collects what the user sets, `origins` says where each parameter's value is from (field -> words); `saved`
+    has the commands over saved conversations (None: nothing is saved).
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        about: About,
+        *,
+        seed_is_fixed: bool,
+        chosen: dict[str, Any] | None = None,
+        saved: "ConversationCommands | None" = None,
+    ) -> None:
+        self._chat, self._about, self._saved = chat, about, saved
+        self.origins = dict(about.origins)
         self.seed_is_fixed = seed_is_fixed
+        self.chosen: dict[str, Any] = {} if chosen is None else chosen
 
-    def run(self, text: str) -> str | Retry | Edit | None:
+    def run(self, text: str) -> Result:
         """Do what `text` says and return what to show or to do, or None to leave the chat.
 
         Raises:
             UsageError: the command, its argument or a value is not understood; nothing has changed.
         """
         name, _, rest = text.strip().partition(" ")
-        commands: dict[str, Callable[[str], str | Retry | Edit]] = {
+        commands: dict[str, Callable[[str], Result]] = {
             "/?": self._help,
             "/help": self._help,
             "/clear": self._clear,
@@ -102,6 +134,10 @@ class SlashCommands:
             "/regen": self._retry,
             "/undo": self._undo,
             "/edit": self._edit,
+            "/continue": self._continue,
+            "/save": lambda rest: self._conversations().save(rest),
+            "/load": self._load,
+            "/sessions": lambda rest: self._conversations().sessions(rest),
         }
         if name in ("/bye", "/exit", "/quit"):
             if rest.strip():
@@ -118,7 +154,24 @@ class SlashCommands:
 
     def _clear(self, _rest: str) -> str:
         self._chat.clear()
-        return "cleared"
+        return "cleared" + self._cleared()
+
+    def _cleared(self) -> str:
+        return self._saved.cleared() if self._saved else ""
+
+    def _continue(self, rest: str) -> Continue:
+        if rest:
+            raise UsageError("/continue takes no argument.")
+        return Continue()
+
+    def _conversations(self) -> "ConversationCommands":
+        if self._saved is None:
+            raise UsageError("this conversation is not saved, nor can it load another.")
+        return self._saved
+
+    def _load(self, rest: str) -> Edit:
+        note, text = self._conversations().load(rest)
+        return Edit(text, note)
 
     def _retry(self, rest: str) -> Retry:
         undone = self._last_turn("/retry", rest)
@@ -147,14 +200,15 @@ class SlashCommands:
         if name == "system":
             return self._set_system(value)
         if name in ("think", "nothink") and not value:
-            self._chat.template_variables["enable_thinking"] = name == "think"
+            self._chat.template_variables["enable_thinking"] = self.chosen["think"] = name == "think"
             self._chat.template_variables.pop("reasoning_effort", None)
-            self._origins["think"] = parameters.SET
+            self.origins["think"] = parameters.SET
             return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
         parameter = parameters.find(name)
         if not value:
             raise UsageError(f"/set {parameter.names[0]} needs a value.", f"try: /set {parameter.names[0]} VALUE")
         parsed = parameters.parse(parameter, value)
+        self.chosen[parameter.field] = [parsed] if parameter.field == "stop" else parsed
         if parameter.field == "max_tokens":
             self._chat.max_tokens = parsed
         elif parameter.field == "stop":
@@ -162,13 +216,15 @@ class SlashCommands:
         else:
             self._chat.sampling = replace(self._chat.sampling, **{parameter.field: parsed})
             self.seed_is_fixed = self.seed_is_fixed or parameter.field == "seed"
-        self._origins[parameter.field] = parameters.SET
+        self.origins[parameter.field] = parameters.SET
         return f"{parameter.names[0]} = {visible(value)}"
 
     def _set_system(self, text: str) -> str:
         self._chat.system = text.removeprefix('"""').removesuffix('"""').strip() or None
         self._chat.clear()
-        return f"{'system prompt set' if self._chat.system else 'no system prompt'}, conversation cleared"
+        note = self._cleared()  # the conversation so far had the other one
+        self.chosen["system"] = self._chat.system
+        return f"{'system prompt set' if self._chat.system else 'no system prompt'}, conversation cleared{note}"
 
     def _parameters(self) -> str:
         values = asdict(self._chat.sampling)
@@ -182,7 +238,7 @@ class SlashCommands:
         return parameters.table([*rows, ("think", shown, self._origin("think")), *self._about.fixed])
 
     def _origin(self, field: str) -> str:
-        return self._origins.get(field, parameters.BUILT_IN)
+        return self.origins.get(field, parameters.BUILT_IN)
 
     def _show(self, rest: str) -> str:
         if rest == "parameters":

@@ -5,7 +5,7 @@ Keys become text here and slash commands end here; the model sees messages only.
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +17,16 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
+from prompt_toolkit.shortcuts import create_confirm_session
 from rich.console import Console
 from rich.text import Text
 
-from localchat import parameters, slash
-from localchat.chat import Chat
-from localchat.errors import UserError
+from localchat import context_room, conversations, parameters, slash
+from localchat.autosave import Autosave
+from localchat.chat import Chat, Chunk
+from localchat.errors import InputTooLong, UserError
 from localchat.failures import failure_of
-from localchat.statusline import notices, stats_block
+from localchat.statusline import Reply, notices, stats_block
 from localchat.stream import Look, printer_for, stream_reply
 from localchat.text_safety import visible
 
@@ -42,14 +44,20 @@ class Repl:
         console: Console,
         look: Look,
         session: PromptSession[str],
+        autosave: Autosave | None = None,
     ) -> None:
         self._chat, self._commands, self._console, self._look = chat, commands, console, look
-        self._session = session
+        self._session, self._autosave = session, autosave
         self._given_back = ""  # a message whose turn was interrupted before it began
+        self._fill = context_room.FillNotice()
 
-    def run(self, banner: str) -> int:
-        """Read and answer until the user leaves: 0 after Ctrl-D or /bye, 130 after two Ctrl-C."""
+    def run(self, banner: str, unanswered: str = "") -> int:
+        """Read and answer until the user leaves: 0 after Ctrl-D or /bye, 130 after two Ctrl-C.
+
+        `unanswered` is a message to begin with on the line.
+        """
         self._say(banner)
+        self._given_back = slash.escaped(unanswered)
         hinted = -LEAVE_SECONDS
         while True:
             try:
@@ -63,7 +71,9 @@ class Repl:
             except EOFError:
                 return 0
             self._given_back = ""
-            if not self._handle(text):
+            stays = self._handle(text)
+            self._save()
+            if not stays:
                 return 0
 
     def _handle(self, text: str) -> bool:
@@ -81,39 +91,92 @@ class Repl:
         if isinstance(result, slash.Retry):
             self._retry(result)
         elif isinstance(result, slash.Edit):
+            if result.note:
+                self._say(result.note)
             self._given_back = slash.escaped(result.text)
+        elif isinstance(result, slash.Continue):
+            self._turn(self._chat.resume, None)
         elif result is not None:
             self._say(result)
         return result is not None
 
     def _retry(self, retry: slash.Retry) -> None:
         """Answer a message anew; the turn that was taken back for it returns if no new one stays."""
-        turns = len(self._chat.messages)
-        self._answer(retry.text)
-        if len(self._chat.messages) == turns:
+        if not self._answer(retry.text):
             self._chat.messages += retry.undone
             self._given_back = ""
             self._say("the earlier answer stays")
 
-    def _answer(self, text: str) -> None:
-        """One turn. Whatever goes wrong in it, the chat has rolled it back, and goes on."""
+    def _answer(self, text: str) -> bool:
+        """One turn; whether it stays. Whatever goes wrong in it, the chat has rolled it back, and goes on."""
         if not self._commands.seed_is_fixed:
             self._chat.sampling = replace(self._chat.sampling, seed=parameters.draw_seed())
-        turns = len(self._chat.messages)
+        last = self._chat.messages[-1:]
+        stopped = self._turn(lambda: self._chat.reply(text), text)
+        stays = bool(self._chat.messages) and not (last and self._chat.messages[-1] is last[0])
+        if stopped and not stays:
+            self._given_back = slash.escaped(text)
+        return stays
+
+    def _turn(self, start: Callable[[], Iterator[Chunk]], asked: str | None) -> bool:
+        """Show a reply to `asked`, or more of the last one; whether it was stopped."""
         try:
-            reply = stream_reply(self._chat.reply(text), printer_for(self._look, self._console))
+            chunks = self._autosave.record(asked, start()) if self._autosave else start()
+            reply = stream_reply(chunks, printer_for(self._look, self._console))
+        except InputTooLong as error:
+            if self._make_room(asked, str(failure_of(error))):
+                return self._turn(start, asked)
+            return True
         except KeyboardInterrupt:  # the second Ctrl-C within a reply
             self._say("interrupted")
-            return
+            return False
         except Exception as error:  # noqa: BLE001 - a fault inside a turn is told, it does not end the chat
-            self._say(f"{failure_of(error)}\n(the message was not kept: Up brings it back)")
-            return
-        if reply.interrupted and len(self._chat.messages) == turns:
-            self._given_back = slash.escaped(text)
+            kept = "\n(the message was not kept: Up brings it back)" if asked is not None else ""
+            self._say(f"{failure_of(error)}{kept}")
+            return False
+        self._after(reply)
+        if reply.last is not None and reply.last.finish_reason == "context" and self._make_room(None, ""):
+            return self._turn(self._chat.resume, None)
+        return reply.interrupted
+
+    def _after(self, reply: Reply) -> None:
+        """What is said below a reply."""
         for notice in notices(reply):
             self._say(notice)
         if reply.last is not None and self._look.verbose:
             self._say(stats_block(reply.last.stats, self._chat.sampling.seed))
+        if reply.last is not None:
+            stats = reply.last.stats
+            full = self._fill.after(stats.context_used, stats.context_size)
+            if full and reply.last.finish_reason != "context":
+                self._say(full)
+
+    def _make_room(self, asked: str | None, refusal: str) -> bool:
+        """The context is full: let the user choose whether the oldest turns go. Whether they went."""
+        try:
+            offer = context_room.offer(self._chat, asked)
+        except UserError as error:
+            refusal, offer = str(failure_of(error)), None
+        if offer is None:
+            self._say(refusal or "the context is full, and there is no older turn to drop: /clear begins anew")
+            return False
+        self._say(str(offer))
+        if not confirmed("drop them and go on?"):
+            self._say(
+                "nothing was dropped" if asked is None else "nothing was dropped, the message is on the line again"
+            )
+            return False
+        self._chat.drop(len(offer.turns))
+        return True
+
+    def _save(self) -> None:
+        """Keep the saved conversation up to date, and tell once if that cannot be done."""
+        if self._autosave is None:
+            return
+        self._autosave.save()
+        if self._autosave.fault:
+            self._say(self._autosave.fault)
+            self._autosave.fault = ""
 
     def _say(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -145,6 +208,14 @@ def prompt_session(history: History, *, input: Input | None = None, output: Outp
         input=input,
         output=output,
     )
+
+
+def confirmed(question: str) -> bool:
+    """Ask for y or n; Ctrl-C and Ctrl-D are a no."""
+    try:
+        return create_confirm_session(question).prompt()
+    except (KeyboardInterrupt, EOFError):
+        return False
 
 
 def key_bindings() -> KeyBindings:
@@ -192,6 +263,7 @@ class SlashCompleter(Completer):
             ("/show",): slash.SHOWN,
             ("/set",): (*parameters.NAMES, "parameter", "system", "think", "nothink"),
             ("/set", "parameter"): parameters.NAMES,
+            ("/load",): conversations.names() if before == ["/load"] else (),
         }
         for name in candidates.get(tuple(before), ()):
             if name.startswith(word):

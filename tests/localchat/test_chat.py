@@ -50,7 +50,7 @@ class ScriptedEngine:
             self._forward(ids[start : start + 8])
             yield min(start + 8, len(ids))
 
-    def generate(self, sampling: Any, stop_ids: Collection[int], max_tokens: int) -> Iterator[int]:
+    def generate(self, sampling: Any, stop_ids: Collection[int], max_tokens: int, *, replied: int = 0) -> Iterator[int]:
         self.asked.append((sampling, stop_ids, max_tokens))
         for n, token in enumerate(self._replies.pop(0), 1):
             if n == self.fails_at:
@@ -215,7 +215,7 @@ def test_thoughts(chat_with: Callable[..., Chat]) -> None:
     unfinished = list(chat.reply("q"))
     assert unfinished[-1].in_thought
     assert unfinished[-1].finish_reason == "context"
-    assert chat.messages[3] == {"role": "assistant", "content": "", "reasoning_content": "still"}
+    assert chat.messages[3] == {"role": "assistant", "content": "", "reasoning_content": "still", "ended": "context"}
 
 
 def test_a_thought_that_the_template_opens(chat_with: Callable[..., Chat]) -> None:

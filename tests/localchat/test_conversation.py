@@ -244,3 +244,23 @@ def test_without_room_for_snapshots_everything_is_read_again_and_said(
     stats = conversation.turn(question(1), answer(1))
     assert (stats.cached_tokens, stats.reread_tokens) == (0, first)
     conversation.check_state()
+
+
+def test_an_interrupted_reply_goes_on_without_reading_again(conversation: Conversation) -> None:
+    for n in range(3):
+        conversation.turn(question(n), answer(n))
+    chunks, text = conversation.start(question(3), "a long answer"), ""
+    while text != "a long":
+        chunk = next(chunks)
+        text += chunk.text if chunk.kind == "answer" else ""
+    chunks.close()  # type: ignore[attr-defined]
+    held = len(conversation.engine.ids)
+    conversation.engine.script.appendleft(conversation.tokenizer.encode_text(" ")[0])  # was drawn, is drawn again
+    conversation.model.received.clear()
+    *_, end = conversation.chat.resume()
+    assert (end.stats.cached_tokens, end.stats.prefilled_tokens, end.stats.reread_tokens) == (held, 1, 0)
+    assert conversation.chat.messages[-1]["reasoning_content"] == "hm"
+    assert conversation.chat.messages[-1]["content"].startswith("a long")
+    conversation.check_state()
+    stats = conversation.turn(question(4), answer(4))
+    assert stats.reread_tokens == 0

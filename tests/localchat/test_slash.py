@@ -190,3 +190,23 @@ def test_leaving_takes_no_argument(commands: slash.SlashCommands) -> None:
     with pytest.raises(UsageError, match="takes no argument"):
         commands.run("/bye for now")
     assert commands.run("/bye") is None
+
+
+def test_what_was_set_is_collected(commands: slash.SlashCommands) -> None:
+    for text in ("/set temp 0.5", "/set stop END", "/set max_tokens -1", "/set nothink", "/set system Be kind."):
+        commands.run(text)
+    assert commands.chosen == {
+        "temperature": 0.5, "stop": ["END"], "max_tokens": None, "think": False, "system": "Be kind.",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["/save", "/load x", "/sessions"])
+def test_without_saved_conversations(commands: slash.SlashCommands, text: str) -> None:
+    with pytest.raises(UsageError, match="is not saved"):
+        commands.run(text)
+
+
+def test_continue(commands: slash.SlashCommands) -> None:
+    assert commands.run("/continue") == slash.Continue()
+    with pytest.raises(UsageError, match="takes no argument"):
+        commands.run("/continue now")

@@ -18,7 +18,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from localchat import slash
+from localchat import conversations, slash
 from localchat import terminal as room
 from localchat.chat import Chat
 from localchat.sampling import Sampling
@@ -71,7 +71,7 @@ def test_unquoted(text: str, message: str) -> None:
     ("text", "names"),
     [
         ("/h", ["/help"]),
-        ("/s", ["/set", "/show"]),
+        ("/s", ["/set", "/show", "/save", "/sessions"]),
         ("/show m", ["memory"]),
         ("/set temp", ["temperature", "temp"]),
         ("/set parameter se", ["seed"]),
@@ -82,6 +82,14 @@ def test_unquoted(text: str, message: str) -> None:
 def test_completion(text: str, names: list[str]) -> None:
     found = room.SlashCompleter().get_completions(Document(text), CompleteEvent(completion_requested=True))
     assert [completion.text for completion in found] == names
+
+
+def test_completion_of_a_saved_conversation() -> None:
+    for name in ("mine", "my other", "yours"):
+        conversations.create(name).close()
+    for text, names in (("/load ", ["mine", "my other", "yours"]), ("/load my", ["my other"]), ("/load x", [])):
+        found = room.SlashCompleter().get_completions(Document(text), CompleteEvent(completion_requested=True))
+        assert [completion.text for completion in found] == names
 
 
 def test_history_is_readable_by_its_owner_alone(_private_home: Path) -> None:
@@ -161,7 +169,7 @@ def test_ctrl_c_at_the_prompt(chat: Callable[..., Any]) -> None:
 
 
 def test_slash_commands(chat: Callable[..., Any]) -> None:
-    window = chat("abc", rows=60)
+    window = chat("abc", rows=80)
     for line, answer in (
         ("/set temp 0.25", "temperature = 0.25"),
         ("/set parameter top_k 7", "top_k = 7"),
@@ -189,7 +197,8 @@ def test_an_error_inside_a_turn_keeps_the_chat(chat: Callable[..., Any]) -> None
     window = chat("abc", flags=("-c", "64"))
     window.send("x" * 70 + "\r")
     window.wait_for("localchat: error: the conversation has 89 tokens")
-    window.send("hi\r")
+    window.wait_for(lambda text: text.endswith("x" * 70))
+    window.send(CTRL_C + "hi\r")
     window.wait_for("\nabc\n")
     window.send(CTRL_D)
     assert window.end() == 0

@@ -1,0 +1,60 @@
+"""The counters of one turn, from which each Chunk gets its Stats."""
+
+import time
+from typing import TYPE_CHECKING
+
+from localchat.stats import Stats
+
+if TYPE_CHECKING:
+    from localchat.chat import Engine
+
+
+class Turn:
+    """The prompt of one turn, the ids that were drawn behind it, and the clock.
+
+    `boundary` is where a snapshot belongs (None: nowhere).
+    """
+
+    def __init__(self, engine: "Engine", prompt: list[int], boundary: int | None, started: float) -> None:
+        self.prompt = prompt
+        self.boundary = boundary
+        self.cached = 0
+        self.reread = 0
+        self.prefilled = 0
+        self.drawn: list[int] = []
+        self._engine = engine
+        self._forwarded_before = engine.tokens_forwarded
+        self._started = started
+        self._prefill_started = self._prefill_ended = self._first_token = time.perf_counter()
+
+    def count_prefilled(self) -> None:
+        """To be called after each prefilled chunk."""
+        self.prefilled = self._engine.tokens_forwarded - self._forwarded_before
+        self._prefill_ended = time.perf_counter()
+
+    @property
+    def generated(self) -> int:
+        """How many ids were drawn."""
+        return len(self.drawn)
+
+    def count_generated(self, token: int) -> None:
+        """To be called with each drawn id."""
+        self.drawn.append(token)
+        if len(self.drawn) == 1:
+            self._first_token = time.perf_counter()
+
+    def stats(self) -> Stats:
+        """The numbers as of now."""
+        decoding = self.generated > 0
+        return Stats(
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached,
+            prefilled_tokens=self.prefilled,
+            reread_tokens=self.reread,
+            generated_tokens=self.generated,
+            prefill_seconds=self._prefill_ended - self._prefill_started,
+            decode_seconds=time.perf_counter() - self._first_token if decoding else 0.0,
+            ttft_seconds=self._first_token - self._started if decoding else 0.0,
+            context_used=len(self._engine.ids),
+            context_size=self._engine.max_length,
+        )
