@@ -11,7 +11,7 @@ One candidate a line, with a tab and a description; the line ":files" asks the s
 import re
 from collections.abc import Iterator, Sequence
 
-from localchat import flags, registry, store
+from localchat import conversations, flags, registry, store
 from localchat.arguments import ALIASES, COMMANDS, Parser, parser_for
 from localchat.text_safety import one_line
 
@@ -145,6 +145,8 @@ def _values(parser: Parser, flag: str, word: str) -> Iterator[tuple[str, str]]:
     action = parser.actions.get(flag)
     if flag in parser.takes_file:
         yield FILES, ""
+    elif flag == "--session":
+        yield from _starting(word, dict.fromkeys(conversations.names(), ""))
     elif action is not None:
         choices = flags.THINK if action.dest == "think" else action.choices or ()
         yield from _starting(word, dict.fromkeys(map(str, choices), ""))
@@ -154,7 +156,9 @@ def _positional(parser: Parser, command: str, before: Sequence[str], word: str) 
     """What the next word without a flag may be."""
     words = [w for at, w in enumerate(before) if not w.startswith("-") and not _wants_value(parser, before[at - 1])]
     action = parser.positionals[len(words)] if len(words) < len(parser.positionals) else None
-    if action is None:
+    if command == "sessions" and words:
+        yield from _starting(word, dict.fromkeys(conversations.names(), ""))
+    if action is None or action.dest == "names":
         return
     if action.choices:
         yield from _starting(word, dict.fromkeys(map(str, action.choices), ""))

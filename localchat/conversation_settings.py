@@ -1,27 +1,29 @@
 """The settings that a conversation keeps: those its user chose, by flag or /set, and no others.
 
-So a model's own defaults hold again when another model goes on with it. Their place is below the flags and above the
-model's own defaults.
+So a model's own defaults hold again when another model goes on with it. Their place is below the flags and the
+environment and above the config file.
 """
 
 import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from localchat import parameters
+from localchat import parameters, settings
 from localchat.chat import Chat
 from localchat.errors import UsageError
-from localchat.settings import adopted as above_config
 
 _FIELDS = {parameter.field: parameter for parameter in parameters.PARAMETERS}
 
 
-def stored(settings: Mapping[str, Any]) -> dict[str, Any]:
+_ORIGIN = "session "
+
+
+def stored(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Field -> value of a saved conversation's settings; what makes no sense in them is left out.
 
     The fields are those of `parameters`, "system" (a text or None) and "think" (as `args.think`).
     """
-    return {name: value for name, value in settings.items() if _makes_sense(name, value)}
+    return {name: value for name, value in saved.items() if _makes_sense(name, value)}
 
 
 def _makes_sense(name: str, value: Any) -> bool:
@@ -41,19 +43,18 @@ def _makes_sense(name: str, value: Any) -> bool:
 
 
 def chosen_by(args: argparse.Namespace) -> dict[str, Any]:
-    """Field -> value of the flags that were given."""
-    fields = (*_FIELDS, "system", "think")
-    return {name: getattr(args, name) for name in fields if args.origins.get(name) == parameters.FLAG}
+    """Field -> value of the flags that were given, and of a conversation that was adopted."""
+    fields = [field for field in (*_FIELDS, "system", "think") if _is_kept(args.origins.get(field, ""))]
+    return {field: getattr(args, field) for field in fields if getattr(args, field) is not None}
 
 
-def chosen(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Field -> value of what a conversation keeps that goes on with `settings` and these flags."""
-    return stored(settings) | chosen_by(args)
+def _is_kept(origin: str) -> bool:
+    return origin == parameters.FLAG or origin.startswith(_ORIGIN)
 
 
-def adopted(args: argparse.Namespace, settings: Mapping[str, Any]) -> argparse.Namespace:
-    """A copy of `args` with a conversation's settings where neither a flag nor the environment says otherwise."""
-    return above_config(args, stored(settings), "the conversation")
+def adopted(args: argparse.Namespace, saved: Mapping[str, Any], name: str) -> argparse.Namespace:
+    """A copy of `args` with the settings of the conversation `name`, where no flag and no variable was given."""
+    return settings.adopted(args, stored(saved), f"{_ORIGIN}{name}")
 
 
 def apply(chat: Chat, args: argparse.Namespace, generation_config: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "fish")
 COLORS = ("auto", "on", "off")
+SESSION_ACTIONS = ("list", "show", "rm", "export")
 KV_CACHES = ("bf16",)
 THINK = ("on", "off", *values.EFFORTS)
 
@@ -29,7 +30,7 @@ USAGE = {
     "rm": "MODEL [flags]",
     "quantize": "SRC [-o DIR] [flags]",
     "bench": "MODEL [flags]",
-    "sessions": "[list|show|rm|export] [NAME ...] [flags]",
+    "sessions": "[list | show NAME | rm NAME ... | export NAME] [flags]",
     "completion": " | ".join(SHELLS),
 }
 _RUN = """\
@@ -161,11 +162,13 @@ def _bench(parser: "Parser") -> None:
 
 
 def _sessions(parser: "Parser") -> None:
-    actions = ("list", "show", "rm", "export")
-    parser.positional("action", nargs="?", choices=actions, default="list", metavar="|".join(actions), help="(list)")
+    what = f"{', '.join(SESSION_ACTIONS)} (default: list)"
+    options: dict[str, Any] = {"choices": SESSION_ACTIONS, "default": "list", "metavar": "ACTION"}
+    parser.positional("action", nargs="?", help=what, **options)
     parser.positional("names", nargs="*", metavar="NAME", help="which conversations")
     parser.flag("--json", action="store_true", help="print one JSON document (export: instead of Markdown)")
-    parser.flag("-o", "--output", metavar="FILE", file=True, help="export into a new file instead of stdout")
+    text = "export into a new file instead of stdout"
+    parser.flag("-o", "--output", metavar="FILE", file=True, help=text)
 
 
 def _completion(parser: "Parser") -> None:

@@ -5,7 +5,6 @@ import argparse
 from localchat import conversation_settings, conversations
 from localchat.autosave import Autosave
 from localchat.conversation_file import Conversation
-from localchat.errors import UsageError
 from localchat.prepare import registry_name
 
 Saved = tuple[Autosave, Conversation | None]
@@ -15,11 +14,9 @@ def open_saved(args: argparse.Namespace) -> Saved:
     """Where the conversation is saved, and what -C or --session goes on with. It is locked from now on.
 
     Raises:
-        UsageError: there is none, or both flags are given.
+        UsageError: there is none.
         UserError: it is damaged, or open in another process.
     """
-    if args.continue_last and args.session:
-        raise UsageError("-C continues the last conversation and --session another: give one of them.")
     autosave = Autosave(registry_name(args.model), conversation_settings.chosen_by(args))
     name = conversations.latest() if args.continue_last else args.session
     if not name:
@@ -32,4 +29,4 @@ def open_saved(args: argparse.Namespace) -> Saved:
 
 def settings_of(args: argparse.Namespace, conversation: Conversation | None) -> argparse.Namespace:
     """`args` with the settings of a conversation that goes on."""
-    return conversation_settings.adopted(args, conversation.settings) if conversation else args
+    return conversation_settings.adopted(args, conversation.settings, conversation.name) if conversation else args

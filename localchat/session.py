@@ -169,16 +169,18 @@ def converse(opened: Opened, args: argparse.Namespace, saved: Saved) -> int:
         say(notice)
     chat, (autosave, conversation) = opened.chat, saved
 
-    def settle(settings: Mapping[str, Any]) -> None:
-        own = conversation_settings.adopted(args, settings)
+    def settle(name: str, saved_settings: Mapping[str, Any]) -> None:
+        own = conversation_settings.adopted(args, saved_settings, name)
         conversation_settings.apply(chat, own, opened.generation_config)
+        commands.origins = parameters.sampling_origins(settings.given_origins(own), opened.generation_config)
+        commands.seed_is_fixed = hasattr(own, "seed")
         autosave.chosen.clear()
-        autosave.chosen.update(conversation_settings.chosen(args, settings))
+        autosave.chosen.update(conversation_settings.chosen_by(own))
 
     commands = slash.SlashCommands(
         chat,
         opened.about,
-        seed_is_fixed="seed" in autosave.chosen,
+        seed_is_fixed=hasattr(opened.args, "seed"),
         chosen=autosave.chosen,
         saved=ConversationCommands(chat, autosave, settle),
     )

@@ -99,7 +99,8 @@ def escaped(text: str) -> str:
 class SlashCommands:
     """The commands over one chat. `seed_is_fixed` turns true once the user sets a seed.
 
-    `chosen` collects what the user sets; `saved` has the commands over saved conversations (None: nothing is saved).
+    `chosen` collects what the user sets, `origins` says where each parameter's value is from (field -> words); `saved`
+    has the commands over saved conversations (None: nothing is saved).
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class SlashCommands:
         saved: "ConversationCommands | None" = None,
     ) -> None:
         self._chat, self._about, self._saved = chat, about, saved
-        self._origins = dict(about.origins)
+        self.origins = dict(about.origins)
         self.seed_is_fixed = seed_is_fixed
         self.chosen: dict[str, Any] = {} if chosen is None else chosen
 
@@ -170,7 +171,6 @@ class SlashCommands:
 
     def _load(self, rest: str) -> Edit:
         note, text = self._conversations().load(rest)
-        self.seed_is_fixed = "seed" in self.chosen
         return Edit(text, note)
 
     def _retry(self, rest: str) -> Retry:
@@ -202,7 +202,7 @@ class SlashCommands:
         if name in ("think", "nothink") and not value:
             self._chat.template_variables["enable_thinking"] = self.chosen["think"] = name == "think"
             self._chat.template_variables.pop("reasoning_effort", None)
-            self._origins["think"] = parameters.SET
+            self.origins["think"] = parameters.SET
             return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
         parameter = parameters.find(name)
         if not value:
@@ -216,7 +216,7 @@ class SlashCommands:
         else:
             self._chat.sampling = replace(self._chat.sampling, **{parameter.field: parsed})
             self.seed_is_fixed = self.seed_is_fixed or parameter.field == "seed"
-        self._origins[parameter.field] = parameters.SET
+        self.origins[parameter.field] = parameters.SET
         return f"{parameter.names[0]} = {visible(value)}"
 
     def _set_system(self, text: str) -> str:
@@ -238,7 +238,7 @@ class SlashCommands:
         return parameters.table([*rows, ("think", shown, self._origin("think")), *self._about.fixed])
 
     def _origin(self, field: str) -> str:
-        return self._origins.get(field, parameters.BUILT_IN)
+        return self.origins.get(field, parameters.BUILT_IN)
 
     def _show(self, rest: str) -> str:
         if rest == "parameters":

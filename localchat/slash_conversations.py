@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from localchat import conversations
+from localchat import conversation_settings, conversations
 from localchat.autosave import Autosave
 from localchat.chat import Chat
 from localchat.context_room import reading_again, resumable
@@ -17,7 +17,7 @@ _LISTED = 20
 class ConversationCommands:
     """`settle` gives the chat a conversation's settings (under what has precedence over them)."""
 
-    def __init__(self, chat: Chat, autosave: Autosave, settle: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, chat: Chat, autosave: Autosave, settle: Callable[[str, Mapping[str, Any]], None]) -> None:
         self._chat, self._autosave, self._settle = chat, autosave, settle
 
     def save(self, rest: str) -> str:
@@ -38,7 +38,7 @@ class ConversationCommands:
         conversation = self._autosave.open(rest)
         if conversation is None:
             raise UsageError(f"there is no saved conversation {one_line(rest)!r}.", "/sessions lists them.")
-        self._settle(conversation.settings)
+        self._settle(conversation.name, conversation_settings.stored(conversation.settings))
         self._autosave.attach(self._chat, conversation)
         return resumed(self._chat, conversation, self._autosave.model), conversation.unanswered
 

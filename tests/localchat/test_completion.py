@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from localchat import completion
+from localchat import completion, conversations
 from localchat.arguments import ALIASES, COMMANDS
 from localchat.config import QuantizationConfig, TensorFormat
 from localchat.kernels.int4_packing import LAYOUT, VERSION
@@ -78,6 +78,15 @@ def test_every_command_and_those_on_this_machine_first() -> None:
     assert next(iter(described)) == "qwen3-8b"
     assert (described["qwen3-8b"], described["qwen3-4b"]) == ("on this machine", "to download")
     assert all(values(command, "-") for command in COMMANDS)
+
+
+def test_saved_conversations() -> None:
+    for name in ("holiday", "house"):
+        conversations.create(name).close()
+    assert values("sessions", "") == ["list", "show", "rm", "export"]
+    assert values("sessions", "rm", "ho") == values("sessions", "rm", "house", "ho") == ["holiday", "house"]
+    assert values("run", "m", "--session", "hol") == ["holiday"]
+    assert values("run", "m", "--session=hol") == ["--session=holiday"]
 
 
 @pytest.mark.parametrize(
