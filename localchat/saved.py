@@ -22,8 +22,7 @@ def open_saved(args: argparse.Namespace) -> Saved:
     if not name:
         return autosave, None
     conversation = autosave.open(name, create=not args.continue_last)
-    if conversation is not None:
-        autosave.chosen.update(conversation_settings.chosen(args, conversation.settings))
+    autosave.chosen |= conversation_settings.chosen_by(settings_of(args, conversation))
     return autosave, conversation
 
 
