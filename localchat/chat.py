@@ -31,6 +31,8 @@ _PLACEHOLDER_ANSWERS: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": _PLACEHOLDER},
     {"role": "assistant", "content": _PLACEHOLDER, "reasoning_content": _PLACEHOLDER},
 )
+# What stands between a thought and its answer where the template does not tell: as Qwen's models were trained.
+_CLOSING = "\n</think>\n\n"
 
 
 class Engine(Protocol):
@@ -74,7 +76,8 @@ class Chat:
 
     `messages` holds the turns as templates take them ({"role", "content"} and, for an answer with a thought,
     "reasoning_content"); an answer that was stopped also has "interrupted": True. `system`, `sampling`, `max_tokens`,
-    `stop` and `template_variables` (such as enable_thinking) may be assigned between turns.
+    `stop`, `think_budget` (the most tokens of a thought; None: as many as the model wants) and `template_variables`
+    (such as enable_thinking) may be assigned between turns.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Chat:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         template_variables: Mapping[str, Any] | None = None,
+        think_budget: int | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -97,12 +101,18 @@ class Chat:
         self.max_tokens = max_tokens
         self.stop = tuple(stop)
         self.template_variables = dict(template_variables or {})
+        self.think_budget = think_budget
         self.messages: list[dict[str, Any]] = []
+        self._answer_now = False
         self._boundaries: list[int] = []  # where snapshots were taken of what the engine holds
 
     def clear(self) -> None:
         """Forget all turns; the system prompt stays."""
         self.messages.clear()
+
+    def answer_now(self) -> None:
+        """End the thought of the running reply at its next token, or the one to come; an answer is not touched."""
+        self._answer_now = True
 
     def undo(self, turns: int = 1) -> list[dict[str, Any]]:
         """Take back the last `turns` turns and return their messages, the user's first.
@@ -155,6 +165,7 @@ class Chat:
 
     def _turn(self, messages: Sequence[dict[str, Any]], started: float) -> "_Turn":
         """The turn that answers the last of `messages`."""
+        self._answer_now = False
         rendered = self._render(messages)
         prompt = self.tokenizer.encode(rendered)
         if len(prompt) >= self.engine.max_length:
@@ -212,20 +223,46 @@ class Chat:
         """Stream the answer's pieces; returns why it ended."""
         limit = self.engine.max_length + 1 if self.max_tokens is None else self.max_tokens
         stop_token = False
-        for token in self.engine.generate(self.sampling, self.tokenizer.stop_ids, limit):
-            turn.count_generated()
+        tokens = self.engine.generate(self.sampling, self.tokenizer.stop_ids, limit)
+        while (token := next(tokens, None)) is not None:
+            turn.count_generated(thinking=answer.kind == "thought")
             if stop_token := token in self.tokenizer.stop_ids:
                 break
             kind, text = answer.push(token)
             yield Chunk(kind, text, turn.stats())
             if answer.stopped:
                 break
+            if answer.kind == "thought" and self._thought_is_over(turn) and turn.generated < limit:
+                yield from self._close_thought(turn, answer, token)
+                tokens = self.engine.generate(self.sampling, self.tokenizer.stop_ids, limit - turn.generated)
         kind, text = answer.flush()
         if text:
             yield Chunk(kind, text, turn.stats())
         if stop_token or answer.stopped:
             return "stop"
         return "length" if turn.generated == limit else "context"
+
+    def _thought_is_over(self, turn: "_Turn") -> bool:
+        """Whether the thought has used its budget, or the user wants the answer; and the closing still fits."""
+        over = self._answer_now or (self.think_budget is not None and turn.thought_tokens >= self.think_budget)
+        return over and len(self.engine.ids) + 1 + len(self._closing_ids()) < self.engine.max_length
+
+    def _close_thought(self, turn: "_Turn", answer: ReplyText, last: int) -> Iterator[Chunk]:
+        """Put `last`, which was drawn, and the closing of the thought behind what the engine holds."""
+        closing = self._closing_ids()
+        for _ in self.engine.prefill([last, *closing]):
+            continue
+        for token in closing:
+            kind, text = answer.push(token)
+            yield Chunk(kind, text, turn.stats())
+
+    def _closing_ids(self) -> list[int]:
+        """What the template writes between a thought and its answer."""
+        thought, answer = "[the thought]", "[the answer]"
+        closed = {"role": "assistant", "content": answer, "reasoning_content": thought}
+        rendered = self._render_or_none([{"role": "user", "content": _PLACEHOLDER}, closed], open=False) or []
+        between = _text(rendered).partition(thought)[2].partition(answer)[0]
+        return self.tokenizer.encode_text(between if "</think>" in between else _CLOSING)
 
 
 class _Turn:
@@ -238,21 +275,27 @@ class _Turn:
         self.reread = 0
         self.prefilled = 0
         self.generated = 0
+        self.thought_tokens = 0
         self._engine = engine
         self._forwarded_before = engine.tokens_forwarded
         self._started = started
-        self._prefill_started = self._prefill_ended = self._first_token = time.perf_counter()
+        self._prefill_started = self._prefill_ended = time.perf_counter()
+        self._first_token = self._last_thought = self._prefill_started
 
     def count_prefilled(self) -> None:
         """To be called after each prefilled chunk."""
         self.prefilled = self._engine.tokens_forwarded - self._forwarded_before
         self._prefill_ended = time.perf_counter()
 
-    def count_generated(self) -> None:
-        """To be called for each drawn id."""
+    def count_generated(self, *, thinking: bool) -> None:
+        """To be called for each drawn id; `thinking`: it was drawn inside a thought."""
         self.generated += 1
+        now = time.perf_counter()
         if self.generated == 1:
-            self._first_token = time.perf_counter()
+            self._first_token = now
+        if thinking:
+            self.thought_tokens += 1
+            self._last_thought = now
 
     def stats(self) -> Stats:
         """The numbers as of now."""
@@ -263,8 +306,10 @@ class _Turn:
             prefilled_tokens=self.prefilled,
             reread_tokens=self.reread,
             generated_tokens=self.generated,
+            thought_tokens=self.thought_tokens,
             prefill_seconds=self._prefill_ended - self._prefill_started,
             decode_seconds=time.perf_counter() - self._first_token if decoding else 0.0,
+            thought_seconds=self._last_thought - self._prefill_ended if self.thought_tokens else 0.0,
             ttft_seconds=self._first_token - self._started if decoding else 0.0,
             context_used=len(self._engine.ids),
             context_size=self._engine.max_length,
