@@ -110,6 +110,11 @@ class Chat:
         """Forget all turns; the system prompt stays."""
         self.messages.clear()
 
+    def change_model(self, engine: Engine, tokenizer: "Tokenizer", template: "ChatTemplate") -> None:
+        """Go on with another model, which reads the conversation at its first turn."""
+        self.engine, self.tokenizer, self.template = engine, tokenizer, template
+        self._boundaries = []
+
     def answer_now(self) -> None:
         """End the thought of the running reply at its next token, or the one to come; an answer is not touched."""
         self._answer_now = True

@@ -9,6 +9,7 @@ import sys
 from typing import TextIO
 
 from localchat.errors import UsageError
+from localchat.text_safety import one_line
 
 WAIT_SECONDS = 2.0
 _READ_SIZE = 1 << 20
@@ -52,8 +53,10 @@ def _read_stdin(notices: TextIO) -> str:
         parts.append(part)
 
 
-def decode(data: bytes, notices: TextIO) -> str:
-    """UTF-8 without a byte order mark and with LF line ends; bytes that are not UTF-8 become U+FFFD, with a warning.
+def decode(data: bytes, notices: TextIO, name: str = "stdin") -> str:
+    """The text in `data`: UTF-8 without a byte order mark and with LF line ends.
+
+    Bytes that are not UTF-8 become U+FFFD, with a warning about `name`.
 
     Raises:
         UsageError: the bytes are not text.
@@ -61,13 +64,17 @@ def decode(data: bytes, notices: TextIO) -> str:
     zeros = data.count(0)
     if zeros:
         raise UsageError(
-            f"stdin holds {zeros:,} NUL bytes in {len(data):,}, so it is binary or UTF-16.",
+            f"{one_line(name)} holds {zeros:,} NUL bytes in {len(data):,}, so it is binary or UTF-16.",
             "convert it to UTF-8 text first (`iconv -t utf-8`).",
         )
     text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
     invalid = text.count("\N{REPLACEMENT CHARACTER}") - data.count("\N{REPLACEMENT CHARACTER}".encode())
     if invalid > _MOST_INVALID * len(text):
-        raise UsageError(f"stdin holds {len(data):,} bytes with {invalid:,} faults in its UTF-8, so it is not text.")
+        raise UsageError(
+            f"{one_line(name)} holds {len(data):,} bytes with {invalid:,} faults in its UTF-8, so it is not text."
+        )
     if invalid:
-        print(f"localchat: warning: replaced {invalid:,} sequences in stdin that are not UTF-8", file=notices)
+        print(
+            f"localchat: warning: replaced {invalid:,} sequences in {one_line(name)} that are not UTF-8", file=notices
+        )
     return text.replace("\r\n", "\n")

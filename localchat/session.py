@@ -16,7 +16,9 @@ from localchat.config import ModelConfig, load_config, read_json
 from localchat.device import choose_device
 from localchat.engine import Engine
 from localchat.errors import DoesNotFit, UsageError
+from localchat.limit import card_limit
 from localchat.listing import describe_config, ledger_text
+from localchat.model_switch import ModelSwitch
 from localchat.prepare import registry_name, say, size_text
 from localchat.stats import memory_used
 from localchat.statusline import notices, stats_block
@@ -33,6 +35,7 @@ class Opened:
     """A loaded model: its conversation, and what the terminal says about it. `load_seconds` is wall time."""
 
     chat: Chat
+    folder: Path
     banner: str
     about: slash.About
     look: Look
@@ -66,18 +69,27 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         system=args.system,
         max_tokens=args.max_tokens,
         stop=args.stop or (),
-        template_variables={} if args.think is None else {"enable_thinking": args.think},
+        template_variables={} if args.think is None else {"enable_thinking": bool(args.think)},
+        think_budget=args.think if type(args.think) is int else None,
     )
     used, total = memory_used(device)
     summary = f"{name} - {describe_config(config)} - context {context:,} - {used / 1e9:.1f}/{total / 1e9:.1f} GB"
     return Opened(
         chat=chat,
+        folder=folder,
         banner=f"{summary}\n/help for commands, Ctrl-D to leave",
         about=slash.About(
             info=f"{summary}\n{folder}",
             memory=ledger_text(ledger.ledger_of_folder(folder, context, _kind(device)), device),
         ),
-        look=Look(args.color, hide_thinking=args.hide_thinking, verbose=args.verbose, device=device),
+        look=Look(
+            args.color,
+            hide_thinking=args.hide_thinking,
+            verbose=args.verbose,
+            device=device,
+            limit=card_limit(engine.model),
+            markdown=not getattr(args, "raw", False),
+        ),
         load_seconds=time.perf_counter() - start,
         seed_is_fixed="seed" in flags,
     )
@@ -152,7 +164,8 @@ def converse(opened: Opened, args: argparse.Namespace) -> int:
     if notice:
         say(notice)
     commands = slash.SlashCommands(opened.chat, opened.about, seed_is_fixed=opened.seed_is_fixed)
-    repl = terminal.Repl(opened.chat, commands, console_for(opened.look), opened.look, terminal.prompt_session(history))
+    switch = ModelSwitch(opened.chat, opened.folder, args)
+    repl = terminal.Repl(opened.chat, commands, console_for(opened.look), opened.look, history, switch)
     return repl.run(opened.banner)
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from localchat import parameters
+from localchat import attachments, parameters
 from localchat.chat import Chat
 from localchat.errors import UsageError
+from localchat.stats import Stats
+from localchat.statusline import stats_block
 from localchat.text_safety import one_line, visible
 
 HELP = """\
@@ -22,15 +24,43 @@ HELP = """\
 /set                 the parameters now
 /set NAME VALUE      set a parameter, as in /set temp 0.2
 /set system TEXT     set the system prompt (clears the conversation)
-/set think           ask the model to think first, from the next message on; /set nothink asks it not to
-/show info           the model; also /show parameters, /show system, /show memory
+/set think           ask the model to think first; /set nothink asks it not to
+/set think N         the same, for at most N tokens
+/show info           the model; also /show parameters, system, memory
+/read FILE           take a file into the next message, as @FILE in it does
+/copy [N]            copy the last answer (N: the Nth from the end) to the
+                     clipboard of this terminal
+/stats               the figures of the last reply
+/model NAME          go on with another model
 /bye, /exit, /quit   end the chat, as Ctrl-D does
 
-Enter sends. Alt-Enter, Ctrl-J or a \\ at the end of a line make a new line; so does Enter between \"\"\" and \"\"\".
-Ctrl-C stops a reply. A message that starts with / is written with //."""
+Enter sends. Alt-Enter, Ctrl-J or a \\ at the end of a line make a new line; so
+does Enter between \"\"\" and \"\"\". @FILE in a message stands for that file's text.
+Tab completes, Ctrl-R searches what was typed before, Ctrl-G opens the editor,
+Ctrl-L clears the screen, Ctrl-T folds thoughts and unfolds them.
+During a reply: Ctrl-C or Esc stops it, Ctrl-N ends the thought and has the
+answer now, Ctrl-T and Ctrl-L as above.
+A message that starts with / is written with //."""
 
 SHOWN = ("info", "parameters", "system", "memory")
-NAMES = ("/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/retry", "/regen", "/undo", "/edit")
+NAMES = (
+    "/?",
+    "/help",
+    "/bye",
+    "/exit",
+    "/quit",
+    "/clear",
+    "/set",
+    "/show",
+    "/retry",
+    "/regen",
+    "/undo",
+    "/edit",
+    "/read",
+    "/copy",
+    "/stats",
+    "/model",
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +81,28 @@ class Retry:
 
 @dataclass(frozen=True)
 class Edit:
-    """To be done: put `text` on the line."""
+    """To be done: put `text` on the line, below what is `said`."""
 
     text: str
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """To be done: copy `text` into the clipboard and say that `what` was copied."""
+
+    text: str
+    what: str
+
+
+@dataclass(frozen=True)
+class ChangeModel:
+    """To be done: go on with the model called `name`."""
+
+    name: str
+
+
+Action = Retry | Edit | Copy | ChangeModel
 
 
 def is_command(text: str) -> bool:
@@ -72,20 +121,23 @@ def escaped(text: str) -> str:
 
 
 class SlashCommands:
-    """The commands over one chat. `seed_is_fixed` turns true once the user sets a seed."""
+    """The commands over one chat. `seed_is_fixed` turns true once the user sets a seed; `last` is the last reply's
+    figures, and `changed` the sampling's fields that were set here."""
 
     def __init__(self, chat: Chat, about: About, *, seed_is_fixed: bool) -> None:
-        self._chat, self._about = chat, about
+        self._chat, self.about = chat, about
         self.seed_is_fixed = seed_is_fixed
+        self.last: Stats | None = None
+        self.changed: dict[str, Any] = {}
 
-    def run(self, text: str) -> str | Retry | Edit | None:
+    def run(self, text: str) -> str | Action | None:
         """Do what `text` says and return what to show or to do, or None to leave the chat.
 
         Raises:
             UsageError: the command, its argument or a value is not understood; nothing has changed.
         """
         name, _, rest = text.strip().partition(" ")
-        commands: dict[str, Callable[[str], str | Retry | Edit]] = {
+        commands: dict[str, Callable[[str], str | Action]] = {
             "/?": self._help,
             "/help": self._help,
             "/clear": self._clear,
@@ -95,6 +147,10 @@ class SlashCommands:
             "/regen": self._retry,
             "/undo": self._undo,
             "/edit": self._edit,
+            "/read": self._read,
+            "/copy": self._copy,
+            "/stats": self._stats,
+            "/model": self._model,
         }
         if name in ("/bye", "/exit", "/quit"):
             if rest.strip():
@@ -132,6 +188,34 @@ class SlashCommands:
         self._chat.undo(turns)
         return f"took back {'the last turn' if turns == 1 else f'{turns} turns'}"
 
+    def _read(self, rest: str) -> Edit:
+        if not rest:
+            raise UsageError("/read needs a file.", "try: /read notes.txt")
+        file = attachments.read(rest, self._chat.tokenizer, self._chat.engine.max_length)
+        return Edit(f"{attachments.reference(rest)} ", str(file))
+
+    def _copy(self, rest: str) -> Copy:
+        answers = [m["content"] for m in reversed(self._chat.messages) if m["role"] == "assistant"]
+        if rest and not (rest.isdecimal() and int(rest)):
+            raise UsageError(f"/copy takes a number of answers back, not {one_line(rest)!r}.")
+        number = int(rest or "1")
+        if number > len(answers):
+            raise UsageError(f"the conversation has {len(answers)} answer(s), so there is none to copy at {number}.")
+        what = "the last answer" if number == 1 else f"answer {number} from the end"
+        return Copy(answers[number - 1], what)
+
+    def _stats(self, rest: str) -> str:
+        if rest:
+            raise UsageError("/stats takes no argument.")
+        if self.last is None:
+            raise UsageError("there is no reply yet to tell the figures of.")
+        return stats_block(self.last, self._chat.sampling.seed)
+
+    def _model(self, rest: str) -> ChangeModel:
+        if not rest:
+            raise UsageError("/model needs the name of a model.", "`localchat list` names them, Tab completes.")
+        return ChangeModel(rest)
+
     def _set(self, rest: str) -> str:
         if not rest:
             return self._parameters()
@@ -139,8 +223,11 @@ class SlashCommands:
         value = value.strip()
         if name == "system":
             return self._set_system(value)
+        if name == "think" and value.isdecimal() and int(value):
+            self._chat.template_variables["enable_thinking"], self._chat.think_budget = True, int(value)
+            return f"the model is asked to think first, for at most {int(value):,} tokens"
         if name in ("think", "nothink") and not value:
-            self._chat.template_variables["enable_thinking"] = name == "think"
+            self._chat.template_variables["enable_thinking"], self._chat.think_budget = name == "think", None
             return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
         parameter = parameters.find(name)
         if not value:
@@ -152,6 +239,7 @@ class SlashCommands:
             self._chat.stop = (parsed,)
         else:
             self._chat.sampling = replace(self._chat.sampling, **{parameter.field: parsed})
+            self.changed[parameter.field] = parsed
             self.seed_is_fixed = self.seed_is_fixed or parameter.field == "seed"
         return f"{parameter.names[0]} = {visible(value)}"
 
@@ -170,7 +258,8 @@ class SlashCommands:
             value = values[parameter.field]
             rows.append(f"{parameter.names[0]:<18} {'not set' if value is None else visible(str(value))}")
         think = {None: "as the model does by itself", True: "on", False: "off"}
-        rows.append(f"{'think':<18} {think[self._chat.template_variables.get('enable_thinking')]}")
+        budget = f", at most {self._chat.think_budget:,} tokens" if self._chat.think_budget else ""
+        rows.append(f"{'think':<18} {think[self._chat.template_variables.get('enable_thinking')]}{budget}")
         return "\n".join(rows)
 
     def _show(self, rest: str) -> str:
@@ -179,7 +268,7 @@ class SlashCommands:
         if rest == "system":
             return visible(self._chat.system or "there is no system prompt")
         if rest == "memory":
-            return self._about.memory
+            return self.about.memory
         if rest in ("", "info"):
-            return self._about.info
+            return self.about.info
         raise UsageError(f"there is nothing called {one_line(rest)!r} to show.", f"there are {', '.join(SHOWN)}.")

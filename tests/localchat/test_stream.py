@@ -16,6 +16,7 @@ from rich.console import Console
 
 from localchat import stream
 from localchat.chat import Chunk
+from localchat.rows import split_rows
 from localchat.stats import Stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
@@ -36,11 +37,13 @@ def piped(*parts: str, **more: Any) -> str:
     return out.getvalue()
 
 
-def shown(*parts: str, columns: int = 40, rows: int = 12, thoughts: str = "", hide: bool = False) -> tuple[str, str]:
+def shown(
+    *parts: str, columns: int = 40, rows: int = 12, thoughts: str = "", hide: bool = False, markdown: bool = False
+) -> tuple[str, str]:
     """(screen with scrollback as text, everything written) of a reply on a terminal that is redrawn at each chunk."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=columns, height=rows, legacy_windows=False, _environ={})
-    printer = stream.TerminalPrinter(console, hide_thinking=hide)
+    printer = stream.TerminalPrinter(console, stream.Look(hide_thinking=hide, markdown=markdown))
     thinking = list(chunks(*thoughts, kind="thought"))[:-1] if thoughts else []
     stream.stream_reply(iter([*thinking, *chunks(*parts)]), printer)
     screen = pyte.HistoryScreen(columns, rows, history=10_000)
@@ -108,7 +111,7 @@ def test_what_is_said_so_far_is_on_the_screen() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=40, height=12, _environ={})
     said = ""
-    with stream.TerminalPrinter(console) as printer:
+    with stream.TerminalPrinter(console, stream.Look(markdown=False)) as printer:
         for chunk in chunks(*(f"word{i} " for i in range(30))):
             printer.push(chunk)
             said += chunk.text
@@ -158,11 +161,11 @@ def test_wide_characters_are_wrapped_by_cells() -> None:
 
 @pytest.mark.parametrize("line", ["", "a", "one two three four", "x" * 50, "ab " * 20, "\ttwo\ttabs", "汉" * 30])
 def test_split_rows_keeps_the_text_and_finished_rows(line: str) -> None:
-    rows = stream.split_rows(line, 10)
+    rows = split_rows(line, 10)
     assert "".join(rows) == line
     assert all(cell_len(row.rstrip().expandtabs(8)) <= 10 or "\t" in row for row in rows)
     for end in range(len(line)):
-        assert stream.split_rows(line[:end], 10)[:-1] == rows[: len(stream.split_rows(line[:end], 10)) - 1]
+        assert split_rows(line[:end], 10)[:-1] == rows[: len(split_rows(line[:end], 10)) - 1]
 
 
 def test_ctrl_c_stops_at_the_next_chunk_and_closes_the_generator() -> None:
@@ -212,7 +215,7 @@ def test_an_error_inside_a_reply_ends_the_live_display() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=40, _environ={})
     with pytest.raises(ValueError, match="broken"):
-        stream.stream_reply(source(), stream.TerminalPrinter(console))
+        stream.stream_reply(source(), stream.TerminalPrinter(console, stream.Look(markdown=False)))
     assert out.getvalue().count("\x1b[?25h") == out.getvalue().count("\x1b[?25l") == 1
     assert "partial\n" in out.getvalue()
 
@@ -221,7 +224,7 @@ def test_dumb_terminal_gets_lines_only() -> None:
     out = io.StringIO()
     stream.stream_reply(
         iter([Chunk("thought", "hm", STATS), *chunks("yes")]),
-        stream.DumbPrinter(out, hide_thinking=False, device="cpu"),
+        stream.DumbPrinter(out, stream.Look()),
     )
     assert re.fullmatch(
         r"\[thought\]\nhm\n\[answer\]\nyes\n\[ttft 0.20 s - 1 tok - ctx 0 % - [\d.]+/[\d.]+ GB\]\n", out.getvalue()

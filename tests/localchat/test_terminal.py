@@ -21,6 +21,7 @@ from rich.console import Console
 from localchat import slash
 from localchat import terminal as room
 from localchat.chat import Chat
+from localchat.completer import ChatCompleter
 from localchat.sampling import Sampling
 from localchat.stream import Look
 
@@ -71,7 +72,7 @@ def test_unquoted(text: str, message: str) -> None:
     ("text", "names"),
     [
         ("/h", ["/help"]),
-        ("/s", ["/set", "/show"]),
+        ("/s", ["/set", "/show", "/stats"]),
         ("/show m", ["memory"]),
         ("/set temp", ["temperature", "temp"]),
         ("/set parameter se", ["seed"]),
@@ -80,7 +81,7 @@ def test_unquoted(text: str, message: str) -> None:
     ],
 )
 def test_completion(text: str, names: list[str]) -> None:
-    found = room.SlashCompleter().get_completions(Document(text), CompleteEvent(completion_requested=True))
+    found = ChatCompleter().get_completions(Document(text), CompleteEvent(completion_requested=True))
     assert [completion.text for completion in found] == names
 
 
@@ -161,7 +162,7 @@ def test_ctrl_c_at_the_prompt(chat: Callable[..., Any]) -> None:
 
 
 def test_slash_commands(chat: Callable[..., Any]) -> None:
-    window = chat("abc", rows=60)
+    window = chat("abc", rows=90)
     for line, answer in (
         ("/set temp 0.25", "temperature = 0.25"),
         ("/set parameter top_k 7", "top_k = 7"),
@@ -173,7 +174,7 @@ def test_slash_commands(chat: Callable[..., Any]) -> None:
         ("/show system", "Be brief."),
         ("/show memory", "largest context that fits"),
         ("/hlep", "did you mean /help?"),
-        ("/?", "Ctrl-C stops a reply."),
+        ("/?", "Ctrl-C or Esc stops it"),
     ):
         before = window.text.count(">>>")
         window.send(line + "\r")
