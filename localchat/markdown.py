@@ -126,7 +126,7 @@ class MarkdownRows:
     def _begin(self) -> list[Text]:
         """Finish the beginning of a line that has become long, where no markup is open if there is such a place."""
         cut = end = self._line.rfind(" ", 0, (_LONGEST_TAIL - 2) * self._width()) + 1
-        while cut and any(self._line.count(mark, 0, cut) % 2 for mark in ("`", "*", "~~")):
+        while cut and _is_open(self._line[:cut]):
             cut = self._line.rfind(" ", 0, cut - 1) + 1
         cut = cut or end or (_LONGEST_TAIL - 2) * self._width()
         margin = self._begun[0] if self._begun else self._marked(self._line)[1]
@@ -197,6 +197,13 @@ def _with_margin(rows: list[Text], first: Text, others: Text) -> list[Text]:
     return [
         (first if n == 0 else others) + row if row.plain or first.plain.strip() else row for n, row in enumerate(rows)
     ]
+
+
+def _is_open(text: str) -> bool:
+    """Whether `text` may end inside of markup."""
+    strong, stars = text.count("**"), text.count("*")
+    odd = (strong, stars - 2 * strong, text.count("`"), text.count("~~"), text.count("[") - text.count("]"))
+    return any(count % 2 for count in odd)
 
 
 @cache
