@@ -8,7 +8,8 @@ from localchat.clipboard import MOST_BYTES, copy_sequence
 
 
 def test_copy_sequence() -> None:
-    assert copy_sequence("grüße\n") == f"\x1b]52;c;{base64.b64encode('grüße'.encode() + b'\n').decode()}\x07"
+    data = base64.b64encode("grüße\n".encode()).decode()
+    assert copy_sequence("grüße\n") == f"\x1b]52;c;{data}\x07"
     assert base64.b64decode(copy_sequence("a\x1b[2J")[7:-1]) == b"a^[[2J"
 
 
