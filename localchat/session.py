@@ -24,6 +24,7 @@ from localchat.stats import memory_used
 from localchat.statusline import notices, stats_block
 from localchat.stream import Look, console_for, printer_for, stream_reply
 from localchat.template import ChatTemplate
+from localchat.text_safety import one_line
 from localchat.tokenizer import Tokenizer
 
 # Tokens; less where the model or the memory has less. A processor reads slowly, and its cache is fp32.
@@ -79,7 +80,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         folder=folder,
         banner=f"{summary}\n/help for commands, Ctrl-D to leave",
         about=slash.About(
-            info=f"{summary}\n{folder}",
+            info=f"{summary}\n{one_line(str(folder))}",
             memory=ledger_text(ledger.ledger_of_folder(folder, context, _kind(device)), device),
         ),
         look=Look(

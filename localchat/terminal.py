@@ -218,7 +218,7 @@ class Repl:
             self._say(opened.banner)
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(visible(text)), soft_wrap=True)
 
 
 def unquoted(text: str) -> str:
