@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from localchat.errors import InputTooLong, UsageError, UserError
+from localchat.prompt_size import refuse_what_cannot_fit
 from localchat.reply_text import ReplyText
 from localchat.stats import Stats
 
@@ -147,6 +148,7 @@ class Chat:
         """
         if not text.strip():
             raise UsageError("the prompt is empty: write something to answer.")
+        refuse_what_cannot_fit(text, self.tokenizer, self.engine.max_length)
         started, turn_start = time.perf_counter(), len(self.messages)
         message = {"role": "user", "content": text}
         turn = self._turn([*self.messages, message], started)

@@ -139,9 +139,8 @@ def test_wide_characters_and_emoji_split_over_tokens(chat: Callable[..., Any]) -
     window = chat("漢🙂é")
     window.send("日本語 🙂\r")
     screen = window.wait_for(prompts(2))
-    assert ">>> 日本語 🙂\n漢🙂é\n" in screen.replace("語 ", "語").replace("日 本 ", "日本").replace(
-        "🙂 ", "🙂"
-    ).replace("漢 ", "漢").replace("日本語🙂", "日本語 🙂")
+    assert ">>>日本語🙂\n漢🙂é\n" in screen.replace(" ", "")
+    assert b"\xef\xbf\xbd" not in window.raw
 
 
 @pytest.mark.parametrize("variables", [{"LANG": "C"}, {"LC_ALL": "C", "LANG": "C"}, {"NO_COLOR": "1"}])
