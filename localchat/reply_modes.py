@@ -1,7 +1,7 @@
 """The terminal's modes for the time of a reply: nothing is echoed, and Ctrl-Z gives the terminal back meanwhile.
 
 With `single_keys` each key arrives at once, for keys.py. Ctrl-C and Ctrl-Z stay signals, so that they work in the
-middle of a computation too. Nothing happens where stdin is no terminal.
+middle of a computation too. Where stdin is no terminal only Ctrl-Z is cared for.
 """
 
 import os
@@ -30,22 +30,23 @@ class ReplyModes:
         try:
             self._found = termios.tcgetattr(sys.stdin.fileno())
         except (AttributeError, OSError, ValueError, termios.error):
-            return self
+            self._found = None
         self._set()
-        if threading.current_thread() is threading.main_thread():
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
             self._found_handler = signal.signal(signal.SIGTSTP, self._suspend)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._found is None:
-            return
         self._restore()
         if self._found_handler is not None:
             signal.signal(signal.SIGTSTP, self._found_handler)
         self._found = self._found_handler = None
 
     def _set(self) -> None:
-        modes = [*(self._found or ())]
+        if self._found is None:
+            return
+        modes = [*self._found]
         modes[3] &= ~termios.ECHO
         if self._single_keys:
             modes[0] &= ~termios.ICRNL  # or Enter could not be told from Ctrl-J
@@ -56,9 +57,11 @@ class ReplyModes:
         termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, modes)
 
     def _restore(self) -> None:
+        if self._found is None:
+            return
         if self._single_keys:
             _tell(_PASTE_OFF)
-        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, self._found or [])
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, self._found)
 
     def _suspend(self, number: int, _frame: FrameType | None) -> None:
         """Ctrl-Z: stop as any program does, and go on in the foreground as if nothing had been."""

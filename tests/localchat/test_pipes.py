@@ -87,7 +87,7 @@ def test_50_mb_are_refused_with_the_counts_at_once(command: Command, scripted: S
     started = time.monotonic()
     done = command("run", scripted("abc"), "sum up", stdin=b"words, words \n" * (50_000_000 // 14))
     assert (done.returncode, done.stdout) == (5, b"")
-    sentence = "the prompt has about 49,999,994 tokens in 49,999,994 characters and the context holds 8,192 "
+    sentence = "the prompt has about 49,999,999 tokens in 49,999,999 characters and the context holds 8,192 "
     assert sentence in done.stderr.decode()
     assert time.monotonic() - started < 60
 

@@ -154,3 +154,16 @@ def test_suspended_and_resumed(terminal: Callable[..., Any], scripted: Scripted)
             window.wait_for(lambda text: "interrupted" in text and at_prompt(text))
     window.send("\x04")
     window.wait_for(lambda text: text.endswith("$"))
+
+
+def test_a_piped_prompt_can_be_suspended_too(terminal: Callable[..., Any], scripted: Scripted) -> None:
+    window = terminal(program=["bash", "--norc", "-i"], PS1="$ ", rows=60)
+    window.send(f"echo hi | {sys.executable} -m localchat run {scripted(*LOOP, loop=True)} -c 60000\r")
+    window.wait_for(" tok/s")
+    window.send(CTRL_Z)
+    window.wait_for(lambda text: "Stopped" in text and text.endswith("$"))
+    assert window.raw.rfind(b"\x1b[?25l") < window.raw.rfind(b"\x1b[?25h")
+    window.send("clear; fg\r")
+    window.wait_for(lambda text: "abcdefghij" in text and " tok/s" in text)
+    window.send(CTRL_C)
+    window.wait_for(lambda text: "interrupted" in text and text.endswith("$"))
