@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from localchat.errors import InputTooLong, UsageError, UserError
 from localchat.open_answer import OpenAnswer, answer_ids
+from localchat.prompt_size import refuse_what_cannot_fit
 from localchat.reply_text import ReplyText
 from localchat.stats import Stats
 from localchat.turn import Turn
@@ -33,6 +34,8 @@ _PLACEHOLDER_ANSWERS: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": _PLACEHOLDER},
     {"role": "assistant", "content": _PLACEHOLDER, "reasoning_content": _PLACEHOLDER},
 )
+# What stands between a thought and its answer where the template does not tell: as Qwen's models were trained.
+_CLOSING = "\n</think>\n\n"
 
 _OWN_KEYS = ("interrupted", "ended")  # of a message; the rest is the template's
 
@@ -80,8 +83,9 @@ class Chat:
 
     `messages` holds the turns as templates take them ({"role", "content"} and, for an answer with a thought,
     "reasoning_content"). An answer that was stopped also has "interrupted": True, one that reached a limit has
-    "ended": "length" or "context"; the template sees neither. `system`, `sampling`, `max_tokens`,
-    `stop` and `template_variables` (such as enable_thinking) may be assigned between turns.
+    "ended": "length" or "context"; the template sees neither. `system`, `sampling`, `max_tokens`, `stop`,
+    `think_budget` (the most tokens of a thought; None: as many as the model wants) and `template_variables` (such as
+    enable_thinking) may be assigned between turns.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Chat:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         template_variables: Mapping[str, Any] | None = None,
+        think_budget: int | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -104,13 +109,25 @@ class Chat:
         self.max_tokens = max_tokens
         self.stop = tuple(stop)
         self.template_variables = dict(template_variables or {})
+        self.think_budget = think_budget
         self.messages: list[dict[str, Any]] = []
         self._open: OpenAnswer | None = None  # of the last turn, where it can be resumed
+        self._answer_now = False
         self._boundaries: list[int] = []  # where snapshots were taken of what the engine holds
 
     def clear(self) -> None:
         """Forget all turns; the system prompt stays."""
         self.messages.clear()
+
+    def change_model(self, engine: Engine, tokenizer: "Tokenizer", template: "ChatTemplate") -> None:
+        """Go on with another model, which reads the conversation at its first turn."""
+        self.engine, self.tokenizer, self.template = engine, tokenizer, template
+        self._boundaries = []
+        self._open = None
+
+    def answer_now(self) -> None:
+        """End the thought of the running reply at its next token, or the one to come; an answer is not touched."""
+        self._answer_now = True
 
     def undo(self, turns: int = 1) -> list[dict[str, Any]]:
         """Take back the last `turns` turns and return their messages, the user's first.
@@ -140,6 +157,7 @@ class Chat:
         """
         if not text.strip():
             raise UsageError("the prompt is empty: write something to answer.")
+        refuse_what_cannot_fit(text, self.tokenizer, self.engine.max_length)
         started = time.perf_counter()
         message = {"role": "user", "content": text}
         turn = self._turn([*self.messages, message], started)
@@ -228,6 +246,7 @@ class Chat:
 
     def _turn(self, messages: Sequence[dict[str, Any]], started: float) -> Turn:
         """The turn that answers the last of `messages`."""
+        self._answer_now = False
         rendered = self._render(messages)
         prompt = self._fitting(self.tokenizer.encode(rendered))
         boundary = self._boundary(messages, rendered, prompt) if self.engine.recurrent else None
@@ -288,20 +307,48 @@ class Chat:
         """Stream the pieces of an answer that has `replied` ids already; returns why it ended."""
         limit = self.engine.max_length + 1 if self.max_tokens is None else self.max_tokens
         stop_token = False
-        for token in self.engine.generate(self.sampling, self.tokenizer.stop_ids, limit, replied=replied):
-            turn.count_generated(token)
+        tokens = self.engine.generate(self.sampling, self.tokenizer.stop_ids, limit, replied=replied)
+        while (token := next(tokens, None)) is not None:
+            turn.count_generated(token, thinking=answer.kind == "thought")
             if stop_token := token in self.tokenizer.stop_ids:
                 break
             kind, text = answer.push(token)
             yield Chunk(kind, text, turn.stats())
             if answer.stopped:
                 break
+            if answer.kind == "thought" and self._thought_is_over(turn) and turn.generated < limit:
+                yield from self._close_thought(turn, answer, token)
+                left, said = limit - turn.generated, replied + len(turn.drawn)
+                tokens = self.engine.generate(self.sampling, self.tokenizer.stop_ids, left, replied=said)
         kind, text = answer.flush()
         if text:
             yield Chunk(kind, text, turn.stats())
         if stop_token or answer.stopped:
             return "stop"
         return "length" if turn.generated == limit else "context"
+
+    def _thought_is_over(self, turn: Turn) -> bool:
+        """Whether the thought has used its budget, or the user wants the answer; and the closing still fits."""
+        over = self._answer_now or (self.think_budget is not None and turn.thought_tokens >= self.think_budget)
+        return over and len(self.engine.ids) + 1 + len(self._closing_ids()) < self.engine.max_length
+
+    def _close_thought(self, turn: Turn, answer: ReplyText, last: int) -> Iterator[Chunk]:
+        """Put `last`, which was drawn, and the closing of the thought behind what the engine holds."""
+        closing = self._closing_ids()
+        for _ in self.engine.prefill([last, *closing]):
+            continue
+        turn.drawn += closing
+        for token in closing:
+            kind, text = answer.push(token)
+            yield Chunk(kind, text, turn.stats())
+
+    def _closing_ids(self) -> list[int]:
+        """What the template writes between a thought and its answer."""
+        thought, answer = "[the thought]", "[the answer]"
+        closed = {"role": "assistant", "content": answer, "reasoning_content": thought}
+        rendered = self._render_or_none([{"role": "user", "content": _PLACEHOLDER}, closed], open=False) or []
+        between = _text(rendered).partition(thought)[2].partition(answer)[0]
+        return self.tokenizer.encode_text(between if "</think>" in between else _CLOSING)
 
 
 def is_open(message: Mapping[str, Any]) -> bool:

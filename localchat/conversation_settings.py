@@ -67,3 +67,4 @@ def apply(chat: Chat, args: argparse.Namespace, generation_config: Mapping[str, 
     chat.sampling = parameters.sampling_for(sampling, generation_config)
     chat.system, chat.max_tokens, chat.stop = args.system, args.max_tokens, tuple(args.stop or ())
     chat.template_variables = parameters.think_variables(args.think)
+    chat.think_budget = args.think if type(args.think) is int else None

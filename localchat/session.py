@@ -16,8 +16,10 @@ from localchat.config import ModelConfig, load_config, read_json
 from localchat.device import choose_device
 from localchat.engine import Engine
 from localchat.errors import DoesNotFit, UsageError
+from localchat.limit import card_limit
 from localchat.listing import describe_config
 from localchat.memory_table import measure, memory_on, table_text
+from localchat.model_switch import ModelSwitch
 from localchat.prepare import registry_name, say, size_text
 from localchat.sampling import Sampling
 from localchat.saved import Saved
@@ -26,6 +28,7 @@ from localchat.stats import memory_used
 from localchat.statusline import notices, stats_block
 from localchat.stream import Look, console_for, stream_reply
 from localchat.template import ChatTemplate
+from localchat.text_safety import one_line
 from localchat.tokenizer import Tokenizer
 
 
@@ -71,7 +74,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
         chat=chat,
         banner=f"{summary}\n/help for commands, Ctrl-D to leave",
         about=slash.About(
-            info=f"{summary}\n{folder}",
+            info=f"{summary}\n{one_line(str(folder))}",
             memory=lambda: table_text(
                 ledger.ledger_of_folder(folder, context, memory.kind), memory, measure(engine, memory, before)
             ),
@@ -82,7 +85,14 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
                 ("vram", args.vram, args.origins["vram"]),
             ),
         ),
-        look=Look(args.color, hide_thinking=args.hide_thinking, verbose=args.verbose, device=device),
+        look=Look(
+            args.color,
+            hide_thinking=args.hide_thinking,
+            verbose=args.verbose,
+            device=device,
+            limit=card_limit(engine.model),
+            markdown=not args.raw,
+        ),
         load_seconds=time.perf_counter() - start,
         folder=folder,
         args=args,
@@ -188,9 +198,8 @@ def converse(opened: Opened, args: argparse.Namespace, saved: Saved) -> int:
     banner = opened.banner
     if conversation is not None:
         banner += f"\n{resumed(chat, conversation, autosave.model)}"
-    repl = terminal.Repl(
-        chat, commands, console_for(opened.look), opened.look, terminal.prompt_session(history), autosave
-    )
+    switch = ModelSwitch(chat, opened.folder, opened.args)
+    repl = terminal.Repl(chat, commands, console_for(opened.look), opened.look, history, switch, autosave)
     return repl.run(banner, conversation.unanswered if conversation else "")
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from localchat import parameters
+from localchat import attachments, parameters
 from localchat.chat import Chat
 from localchat.errors import UsageError
+from localchat.stats import Stats
+from localchat.statusline import stats_block
 from localchat.text_safety import one_line, visible
 
 if TYPE_CHECKING:
@@ -29,17 +31,28 @@ HELP = """\
 /set                 the parameters now
 /set NAME VALUE      set a parameter, as in /set temp 0.2
 /set system TEXT     set the system prompt (clears the conversation)
-/set think           ask the model to think first, from the next message on; /set nothink asks it not to
-/show info           the model; also /show parameters, /show system, /show memory
+/set think           ask the model to think first; /set nothink asks it not to
+/set think N         the same, for at most N tokens
+/show info           the model; also /show parameters, system, memory
+/read FILE           take a file into the next message, as @FILE in it does
+/copy [N]            copy the last answer (N: the Nth from the end) to the
+                     clipboard of this terminal
+/stats               the figures of the last reply
+/model NAME          go on with another model
 /bye, /exit, /quit   end the chat, as Ctrl-D does
 
-Enter sends. Alt-Enter, Ctrl-J or a \\ at the end of a line make a new line; so does Enter between \"\"\" and \"\"\".
-Ctrl-C stops a reply. A message that starts with / is written with //."""
+Enter sends. Alt-Enter, Ctrl-J or a \\ at the end of a line make a new line; so
+does Enter between \"\"\" and \"\"\". @FILE in a message stands for that file's text.
+Tab completes, Ctrl-R searches what was typed before, Ctrl-G opens the editor,
+Ctrl-L clears the screen, Ctrl-T folds thoughts and unfolds them.
+During a reply: Ctrl-C or Esc stops it, Ctrl-N ends the thought and has the
+answer now, Ctrl-T and Ctrl-L as above.
+A message that starts with / is written with //."""
 
 SHOWN = ("info", "parameters", "system", "memory")
 NAMES = (
     "/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/retry", "/regen", "/undo", "/edit",
-    "/continue", "/save", "/load", "/sessions",
+    "/continue", "/save", "/load", "/sessions", "/read", "/copy", "/stats", "/model",
 )  # fmt: skip
 
 
@@ -67,10 +80,10 @@ class Retry:
 
 @dataclass(frozen=True)
 class Edit:
-    """To be done: put `text` on the line, after saying `note`."""
+    """To be done: put `text` on the line, below what is `said`."""
 
     text: str
-    note: str = ""
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,23 @@ class Continue:
     """To be done: go on with the last answer."""
 
 
-Result = str | Retry | Edit | Continue | None
+@dataclass(frozen=True)
+class Copy:
+    """To be done: copy `text` into the clipboard and say that `what` was copied."""
+
+    text: str
+    what: str
+
+
+@dataclass(frozen=True)
+class ChangeModel:
+    """To be done: go on with the model called `name`."""
+
+    name: str
+
+
+Action = Retry | Edit | Continue | Copy | ChangeModel
+Result = str | Action | None
 
 
 def is_command(text: str) -> bool:
@@ -100,7 +129,7 @@ class SlashCommands:
     """The commands over one chat. `seed_is_fixed` turns true once the user sets a seed.
 
     `chosen` collects what the user sets, `origins` says where each parameter's value is from (field -> words); `saved`
-    has the commands over saved conversations (None: nothing is saved).
+    has the commands over saved conversations (None: nothing is saved). `last` is the last reply's figures.
     """
 
     def __init__(
@@ -112,10 +141,11 @@ class SlashCommands:
         chosen: dict[str, Any] | None = None,
         saved: "ConversationCommands | None" = None,
     ) -> None:
-        self._chat, self._about, self._saved = chat, about, saved
+        self._chat, self.about, self._saved = chat, about, saved
         self.origins = dict(about.origins)
         self.seed_is_fixed = seed_is_fixed
         self.chosen: dict[str, Any] = {} if chosen is None else chosen
+        self.last: Stats | None = None
 
     def run(self, text: str) -> Result:
         """Do what `text` says and return what to show or to do, or None to leave the chat.
@@ -138,6 +168,10 @@ class SlashCommands:
             "/save": lambda rest: self._conversations().save(rest),
             "/load": self._load,
             "/sessions": lambda rest: self._conversations().sessions(rest),
+            "/read": self._read,
+            "/copy": self._copy,
+            "/stats": self._stats,
+            "/model": self._model,
         }
         if name in ("/bye", "/exit", "/quit"):
             if rest.strip():
@@ -192,6 +226,34 @@ class SlashCommands:
         self._chat.undo(turns)
         return f"took back {'the last turn' if turns == 1 else f'{turns} turns'}"
 
+    def _read(self, rest: str) -> Edit:
+        if not rest:
+            raise UsageError("/read needs a file.", "try: /read notes.txt")
+        file = attachments.read(rest, self._chat.tokenizer, self._chat.engine.max_length)
+        return Edit(f"{attachments.reference(rest)} ", str(file))
+
+    def _copy(self, rest: str) -> Copy:
+        answers = [m["content"] for m in reversed(self._chat.messages) if m["role"] == "assistant"]
+        if rest and not (rest.isdecimal() and int(rest)):
+            raise UsageError(f"/copy takes a number of answers back, not {one_line(rest)!r}.")
+        number = int(rest or "1")
+        if number > len(answers):
+            raise UsageError(f"the conversation has {len(answers)} answer(s), so there is none to copy at {number}.")
+        what = "the last answer" if number == 1 else f"answer {number} from the end"
+        return Copy(answers[number - 1], what)
+
+    def _stats(self, rest: str) -> str:
+        if rest:
+            raise UsageError("/stats takes no argument.")
+        if self.last is None:
+            raise UsageError("there is no reply yet to tell the figures of.")
+        return stats_block(self.last, self._chat.sampling.seed)
+
+    def _model(self, rest: str) -> ChangeModel:
+        if not rest:
+            raise UsageError("/model needs the name of a model.", "`localchat list` names them, Tab completes.")
+        return ChangeModel(rest)
+
     def _set(self, rest: str) -> str:
         if not rest:
             return self._parameters()
@@ -199,10 +261,11 @@ class SlashCommands:
         value = value.strip()
         if name == "system":
             return self._set_system(value)
+        if name == "think" and value.isdecimal() and int(value):
+            self._think(True, int(value))
+            return f"the model is asked to think first, for at most {int(value):,} tokens"
         if name in ("think", "nothink") and not value:
-            self._chat.template_variables["enable_thinking"] = self.chosen["think"] = name == "think"
-            self._chat.template_variables.pop("reasoning_effort", None)
-            self.origins["think"] = parameters.SET
+            self._think(name == "think", None)
             return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
         parameter = parameters.find(name)
         if not value:
@@ -218,6 +281,12 @@ class SlashCommands:
             self.seed_is_fixed = self.seed_is_fixed or parameter.field == "seed"
         self.origins[parameter.field] = parameters.SET
         return f"{parameter.names[0]} = {visible(value)}"
+
+    def _think(self, on: bool, budget: int | None) -> None:
+        self._chat.template_variables = parameters.think_variables(on)
+        self._chat.think_budget = budget
+        self.chosen["think"] = budget or on
+        self.origins["think"] = parameters.SET
 
     def _set_system(self, text: str) -> str:
         self._chat.system = text.removeprefix('"""').removesuffix('"""').strip() or None
@@ -235,7 +304,9 @@ class SlashCommands:
         think = {None: "as the model does by itself", True: "on", False: "off"}
         variables = self._chat.template_variables
         shown = variables.get("reasoning_effort") or think[variables.get("enable_thinking")]
-        return parameters.table([*rows, ("think", shown, self._origin("think")), *self._about.fixed])
+        if self._chat.think_budget:
+            shown += f", at most {self._chat.think_budget:,} tokens"
+        return parameters.table([*rows, ("think", shown, self._origin("think")), *self.about.fixed])
 
     def _origin(self, field: str) -> str:
         return self.origins.get(field, parameters.BUILT_IN)
@@ -246,8 +317,8 @@ class SlashCommands:
         if rest == "system":
             return visible(self._chat.system or "there is no system prompt")
         if rest == "memory":
-            memory = self._about.memory
+            memory = self.about.memory
             return memory if isinstance(memory, str) else memory()
         if rest in ("", "info"):
-            return self._about.info
+            return self.about.info
         raise UsageError(f"there is nothing called {one_line(rest)!r} to show.", f"there are {', '.join(SHOWN)}.")

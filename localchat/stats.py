@@ -16,8 +16,9 @@ class Stats:
     `prompt_tokens` is the whole rendered conversation; `cached_tokens` of them were in the cache already and
     `prefilled_tokens` were computed for this reply, as counted by the model's forward. `reread_tokens` of these had
     been computed before, and the state to return to behind them was not kept. `generated_tokens` includes the stop
-    token. `ttft_seconds` (time to first token) runs from the call to the first generated token, `decode_seconds` from
-    there on. `context_used` is the number of tokens in the cache.
+    token; `thought_tokens` of them were drawn inside a thought, which took `thought_seconds`. `ttft_seconds` (time to
+    first token) runs from the call to the first generated token, `decode_seconds` from there on. `context_used` is the
+    number of tokens in the cache.
     """
 
     prompt_tokens: int = 0
@@ -25,8 +26,10 @@ class Stats:
     prefilled_tokens: int = 0
     reread_tokens: int = 0
     generated_tokens: int = 0
+    thought_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    thought_seconds: float = 0.0
     ttft_seconds: float = 0.0
     context_used: int = 0
     context_size: int = 0

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from localchat.limit import CardLimit
 from localchat.stats import Stats, memory_used
 
 if TYPE_CHECKING:
     from localchat.chat import Chunk
 
 _BAR_WIDTH = 20
+_WORTH_A_BAR = 1.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,12 @@ class Reply:
     interrupted: bool
 
 
-def status_line(stats: Stats, device: str) -> str:
-    """The numbers of a running reply: speed, time to first token, tokens, context, memory."""
+def status_line(stats: Stats, device: str, limit: CardLimit | None = None) -> str:
+    """The numbers of a running reply: speed, its share of the card's limit, time to first token, tokens, context,
+    memory."""
     parts = [f"{stats.decode_rate:.1f} tok/s"] if stats.generated_tokens > 1 else []
+    if parts and limit is not None:
+        parts.append(f"{100 * limit.share(stats.decode_rate, stats.context_used):.0f} % of this card's limit")
     parts += [f"ttft {stats.ttft_seconds:.2f} s", f"{stats.generated_tokens:,} tok"]
     if stats.context_size:
         parts.append(f"ctx {100 * stats.context_used / stats.context_size:.0f} %")
@@ -30,9 +35,11 @@ def status_line(stats: Stats, device: str) -> str:
 
 
 def prefill_line(stats: Stats) -> str:
-    """The bar while the prompt is read: share, tokens, speed, time left."""
+    """The bar while the prompt is read: share, tokens, speed, time left. Where it is read in about a second: ""."""
     total = max(stats.prompt_tokens - stats.cached_tokens, 1)
     done = min(stats.prefilled_tokens, total)
+    if stats.prefill_rate > 0 and total / stats.prefill_rate < _WORTH_A_BAR:
+        return ""
     bar = "#" * (_BAR_WIDTH * done // total)
     parts = [f"prefill [{bar:-<{_BAR_WIDTH}}] {100 * done // total} %", f"{done:,}/{total:,} tok"]
     if stats.prefill_rate > 0:
@@ -42,7 +49,12 @@ def prefill_line(stats: Stats) -> str:
     return " - ".join(parts)
 
 
-def closing_line(reply: Reply, device: str) -> str:
+def thought_line(stats: Stats) -> str:
+    """What is left of a thought that is folded."""
+    return f"thought for {stats.thought_seconds:.0f} s, {stats.thought_tokens:,} tokens"
+
+
+def closing_line(reply: Reply, device: str, limit: CardLimit | None = None) -> str:
     """The line that stays after a reply; says how much of the prompt was in the cache, and why the reply ended, unless
     the model ended it."""
     if reply.last is None:
@@ -54,7 +66,7 @@ def closing_line(reply: Reply, device: str) -> str:
     else:
         reasons = {"length": " - stopped at the limit of tokens", "context": " - stopped, the context is full"}
         why = reasons.get(reply.last.finish_reason or "", "")
-    return status_line(stats, device) + cached + why
+    return status_line(stats, device, limit) + cached + why
 
 
 def notices(reply: Reply) -> list[str]:

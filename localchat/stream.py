@@ -1,16 +1,12 @@
 """Prints a reply while it is made: plain into a pipe, with a live bottom line on a terminal.
 
-On a terminal every finished row is printed once, through the console, and never touched again; only the unfinished
-row and the status line are in a transient rich `Live`. So the cost of a token does not grow with the reply, and the
-scrollback holds each row exactly once. Rows are wrapped here, at word boundaries, one column before the edge: a
-`Live` can only be redrawn if its height is known.
+On a terminal every finished row is printed once and never touched again; only the unfinished rows and the status line
+are drawn again (live.py). So the cost of a token does not grow with the reply, and the scrollback holds each row
+exactly once. What is a row is the business of rows.py and markdown.py.
 """
 
-import contextlib
-import re
 import signal
 import sys
-import termios
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -18,16 +14,21 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from rich.cells import cell_len, chop_cells
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
-from localchat.statusline import Reply, closing_line, prefill_line, status_line
+from localchat.limit import CardLimit
+from localchat.live import LiveArea
+from localchat.markdown import MarkdownRows
+from localchat.reply_modes import ReplyModes
+from localchat.reply_text import Part
+from localchat.rows import PlainRows, Rows
+from localchat.statusline import Reply, closing_line, prefill_line, status_line, thought_line
 from localchat.text_safety import VisibleStream
 
 if TYPE_CHECKING:
     from localchat.chat import Chunk
+    from localchat.keys import ReplyKeys
 
 REFRESH_SECONDS = 0.1
 
@@ -41,8 +42,8 @@ class Printer(Protocol):
     def finish(self, reply: Reply) -> None: ...
 
 
-def stream_reply(chunks: Iterator["Chunk"], printer: Printer) -> Reply:
-    """Print `chunks` until they end or Ctrl-C is pressed; the generator is closed either way.
+def stream_reply(chunks: Iterator["Chunk"], printer: Printer, keys: "ReplyKeys | None" = None) -> Reply:
+    """Print `chunks` until they end, or Ctrl-C or Esc is pressed; the generator is closed either way.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed twice.
@@ -54,6 +55,8 @@ def stream_reply(chunks: Iterator["Chunk"], printer: Printer) -> Reply:
                 for chunk in chunks:
                     last = chunk
                     printer.push(chunk)
+                    if keys is not None and keys.poll():
+                        ctrl_c.pressed = True
                     if ctrl_c.pressed:
                         break
         finally:
@@ -66,12 +69,15 @@ def stream_reply(chunks: Iterator["Chunk"], printer: Printer) -> Reply:
 
 @dataclass(frozen=True)
 class Look:
-    """How replies are shown. color: "auto", "on" or "off". device: whose memory the status line tells."""
+    """How replies are shown. color: "auto", "on" or "off". device: whose memory the status line tells. limit: what the
+    card allows. markdown: render it."""
 
     color: str = "auto"
     hide_thinking: bool = False
     verbose: bool = False
     device: str = "cpu"
+    limit: CardLimit | None = None
+    markdown: bool = True
 
 
 def console_for(look: Look, out: TextIO | None = None) -> Console:
@@ -86,14 +92,19 @@ def console_for(look: Look, out: TextIO | None = None) -> Console:
     )
 
 
-def printer_for(look: Look, console: Console | None = None) -> Printer:
-    """The printer for what stdout is: a pipe, a terminal that only knows lines, or a real one."""
+def printer_for(
+    look: Look, console: Console | None = None, *, folded: bool = False, single_keys: bool = False
+) -> "PlainPrinter | TerminalPrinter":
+    """The printer of one answer for what stdout is: a pipe, a terminal that only knows lines, or a real one.
+
+    `folded` and `single_keys` are for the last one.
+    """
     if not sys.stdout.isatty():
         return PlainPrinter(sys.stdout)
     console = console or console_for(look)
     if console.is_dumb_terminal:
-        return DumbPrinter(sys.stdout, hide_thinking=look.hide_thinking, device=look.device)
-    return TerminalPrinter(console, hide_thinking=look.hide_thinking, device=look.device)
+        return DumbPrinter(sys.stdout, look)
+    return TerminalPrinter(console, look, folded=folded, single_keys=single_keys)
 
 
 class StopOnCtrlC:
@@ -154,13 +165,13 @@ class PlainPrinter:
 class DumbPrinter(PlainPrinter):
     """For a terminal that cannot move its cursor: plain text, thoughts between two headings, the numbers at the end."""
 
-    def __init__(self, out: TextIO, *, hide_thinking: bool, device: str) -> None:
+    def __init__(self, out: TextIO, look: Look) -> None:
         super().__init__(out)
-        self._hide_thinking, self._device = hide_thinking, device
+        self._look = look
         self._kind = ""
 
     def push(self, chunk: "Chunk") -> None:
-        if chunk.kind not in ("thought", "answer") or (chunk.kind == "thought" and self._hide_thinking):
+        if chunk.kind not in ("thought", "answer") or (chunk.kind == "thought" and self._look.hide_thinking):
             return
         if chunk.kind != self._kind and (chunk.kind == "thought" or self._kind):
             self._out.write(("\n" if self._kind else "") + f"[{chunk.kind}]\n")
@@ -170,49 +181,52 @@ class DumbPrinter(PlainPrinter):
 
     def finish(self, reply: Reply) -> None:
         if reply.last is not None:
-            self._out.write(f"[{closing_line(reply, self._device)}]\n")
+            self._out.write(f"[{closing_line(reply, self._look.device, self._look.limit)}]\n")
 
 
 class TerminalPrinter:
-    """Finished rows once, the unfinished row and the status line live below them, one dim line at the end."""
+    """Finished rows once, the unfinished ones and the status line live below them, one dim line at the end.
 
-    def __init__(self, console: Console, *, hide_thinking: bool = False, device: str = "cpu") -> None:
-        self._console, self._hide_thinking, self._device = console, hide_thinking, device
-        self._live = Live(
-            console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
+    While `folded`, a thought is a count only, and one line when it has ended. With `single_keys` the keys pressed
+    meanwhile can be read.
+    """
+
+    def __init__(self, console: Console, look: Look, *, folded: bool = False, single_keys: bool = False) -> None:
+        self._console, self._look = console, look
+        self.folded = folded
+        self._area = LiveArea(console)
+        self._modes = ReplyModes(single_keys=single_keys)
         self._safe = VisibleStream()
-        self._rows: list[Text] = []  # finished, not printed yet
-        self._tail = ""
-        self._kind = "answer"
+        self._kind: Part = "answer"
+        self._rows = self._rows_for("answer")
+        self._finished: list[Text] = []  # not printed yet
+        self._hidden: list[Text] = []  # of a folded thought
         self._started = False  # whether this kind of text has shown anything yet
         self._last: Chunk | None = None
         self._drawn = 0.0
 
     def __enter__(self) -> Self:
-        self._quiet = no_echo()
-        self._quiet.__enter__()
-        self._live.start()
+        self._modes.__enter__()
+        self._area.start()
+        self._area.draw([], [Text("reading the prompt", style="dim")])
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             self._end_kind()
-            if rows := self._take_rows(keep_blank=True):
-                self._console.print(Text("\n").join(rows))
+            self._area.stop(self._take_finished(all_of_them=False))
         finally:
-            self._live.stop()
-            self._quiet.__exit__(None, None, None)
+            self._modes.__exit__()
 
     def push(self, chunk: "Chunk") -> None:
         """Take one chunk; draws at most every REFRESH_SECONDS."""
-        self._last = chunk
         if chunk.kind in ("thought", "answer"):
             if chunk.kind != self._kind:
                 self._end_kind()
-                self._kind = chunk.kind
-            if chunk.kind == "answer" or not self._hide_thinking:
-                self._add(self._safe.push(chunk.text))
+                self._kind = "thought" if chunk.kind == "thought" else "answer"
+                self._rows = self._rows_for(self._kind)
+            self._add(self._safe.push(chunk.text))
+        self._last = chunk
         now = time.monotonic()
         if now - self._drawn >= REFRESH_SECONDS:
             self._draw(chunk)
@@ -221,95 +235,69 @@ class TerminalPrinter:
     def finish(self, reply: Reply) -> None:
         """The dim line that stays."""
         if reply.last is not None:
-            line = Text(closing_line(reply, self._device), style="dim")
-            self._console.print(line, no_wrap=True, overflow="ellipsis")
+            line = Text(closing_line(reply, self._look.device, self._look.limit), style="dim")
+            self._console.print(line, soft_wrap=True)
+
+    def fold(self) -> None:
+        """Fold thoughts from here on, or show them again; what was folded of this one comes first."""
+        self.folded = not self.folded
+        if not self.folded:
+            self._finished += self._hidden
+            self._hidden = []
+        self._drawn = 0.0
+
+    def clear(self) -> None:
+        """Empty the screen."""
+        self._area.clear()
+        self._drawn = 0.0
+
+    def _rows_for(self, kind: Part) -> Rows:
+        if kind == "thought":
+            return PlainRows(self._width, "dim italic")
+        if self._look.markdown:
+            return MarkdownRows(self._width, ascii_only=self._console.options.ascii_only)
+        return PlainRows(self._width)
 
     def _add(self, text: str) -> None:
         if not self._started:  # the blank lines a template puts around thoughts
             text = text.lstrip("\r\n")
             self._started = bool(text)
-        *finished, self._tail = (self._tail + text).split("\n")
-        for line in finished:
-            self._rows += map(self._styled, split_rows(line, self._width()))
-        *finished, self._tail = split_rows(self._tail, self._width())
-        self._rows += map(self._styled, finished)
+        self._keep(self._rows.push(text))
+
+    def _keep(self, rows: list[Text]) -> None:
+        """Rows that are finished: to be printed, or to be folded away."""
+        if self._kind == "thought" and self._look.hide_thinking:
+            return
+        (self._hidden if self._kind == "thought" and self.folded else self._finished).extend(rows)
 
     def _end_kind(self) -> None:
         """The last row of the thoughts or of the answer is finished, with or without a newline."""
         self._add(self._safe.flush())
-        if self._tail.strip():
-            self._rows.append(self._styled(self._tail))
-        while self._rows and not self._rows[-1].plain:
-            self._rows.pop()
-        if self._started and self._kind == "thought":
-            self._rows.append(Text())
-        self._tail, self._started = "", False
+        self._keep(self._rows.flush())
+        while self._finished and not self._finished[-1].plain:
+            self._finished.pop()
+        if self._started and self._kind == "thought" and not self._look.hide_thinking:
+            if self.folded and self._last is not None:
+                self._finished.append(Text(thought_line(self._last.stats), style="dim"))
+            self._finished.append(Text())
+        self._started, self._hidden = False, []
 
     def _draw(self, chunk: "Chunk") -> None:
-        line = prefill_line(chunk.stats) if chunk.kind == "prefill" else status_line(chunk.stats, self._device)
-        status = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
-        rows = self._take_rows(keep_blank=not self._tail.strip())
-        with self._console:  # one write: a print alone would draw the old live part below the new rows
-            if rows:
-                self._console.print(Text("\n").join(rows))
-            self._live.update(Group(self._styled(self._tail), status) if self._tail else status, refresh=True)
+        tail = self._rows.tail()
+        if self._kind == "thought" and (self.folded or self._look.hide_thinking):
+            tail = [Text(f"thinking, {chunk.stats.thought_tokens:,} tokens", style="dim")]
+        device, limit = self._look.device, self._look.limit
+        line = prefill_line(chunk.stats) if chunk.kind == "prefill" else status_line(chunk.stats, device, limit)
+        status = Text(line or "reading the prompt", style="dim")
+        self._area.draw(self._take_finished(all_of_them=any(row.plain for row in tail)), [*tail, status])
 
-    def _take_rows(self, *, keep_blank: bool) -> list[Text]:
+    def _take_finished(self, *, all_of_them: bool) -> list[Text]:
         """The rows to print now; blank ones at the end can wait, since they may be the reply's end."""
-        count = len(self._rows)
-        while keep_blank and count and not self._rows[count - 1].plain:
+        count = len(self._finished)
+        while not all_of_them and count and not self._finished[count - 1].plain:
             count -= 1
-        rows, self._rows = self._rows[:count], self._rows[count:]
+        rows, self._finished = self._finished[:count], self._finished[count:]
         return rows
-
-    def _styled(self, row: str) -> Text:
-        style = "dim italic" if self._kind == "thought" else ""
-        text = Text(row.rstrip(), style=style, no_wrap=True, overflow="ignore")
-        text.expand_tabs(8)
-        return text
 
     def _width(self) -> int:
         return max(self._console.width - 1, 2)
-
-
-# A wide character may be followed by a line break, a word of narrow ones may not.
-_WIDE = r"\u2e80-\u9fff\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60"
-_PIECES = re.compile(rf"\s+|[{_WIDE}]|[^\s{_WIDE}]+")
-
-
-def split_rows(line: str, width: int) -> list[str]:
-    """`line` (no newline) cut into rows of at most `width` cells; joined they are `line` again.
-
-    Greedy from the left, so every row but the last stays the same when text is added. White space hangs over the
-    edge; a word longer than a row starts a new one and is cut.
-    """
-    rows, row, used = [], "", 0
-    for piece in _PIECES.findall(line):
-        cells = 8 * piece.count("\t") + cell_len(piece.replace("\t", ""))
-        if used and used + cells > width and not piece.isspace():
-            rows.append(row)
-            row, used = "", 0
-        if cells > width and not piece.isspace():
-            *full, piece = chop_cells(piece, width)
-            rows += full
-            cells = cell_len(piece)
-        row, used = row + piece, used + cells
-    return [*rows, row]
-
-
-@contextlib.contextmanager
-def no_echo() -> Iterator[None]:
-    """Keys pressed during a reply are not echoed into it; they are kept for the next prompt. Does nothing elsewhere."""
-    try:
-        fd = sys.stdin.fileno()
-        before = termios.tcgetattr(fd)
-    except (AttributeError, OSError, ValueError, termios.error):
-        yield
-        return
-    after = [*before]
-    after[3] &= ~termios.ECHO
-    termios.tcsetattr(fd, termios.TCSANOW, after)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(fd, termios.TCSANOW, before)

@@ -1,41 +1,53 @@
 """The chat on a terminal: reads messages with prompt_toolkit, prints replies with `stream`, keeps both going.
 
-Keys become text here and slash commands end here; the model sees messages only. Only this file needs prompt_toolkit.
+Keys become text here and slash commands end here; the model sees messages only. Of what is imported only
+for it, completer.py and keys.py need prompt_toolkit too.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-from prompt_toolkit.document import Document
+from prompt_toolkit.application import run_in_terminal
+from prompt_toolkit.filters import is_searching
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 from prompt_toolkit.shortcuts import create_confirm_session
 from rich.console import Console
 from rich.text import Text
 
-from localchat import context_room, conversations, parameters, slash
+from localchat import attachments, context_room, parameters, slash
 from localchat.autosave import Autosave
 from localchat.chat import Chat, Chunk
+from localchat.clipboard import copy_sequence
+from localchat.completer import ChatCompleter
 from localchat.errors import InputTooLong, UserError
 from localchat.failures import failure_of
+from localchat.keys import ReplyKeys
+from localchat.prepare import registry_name
+from localchat.sampling import Sampling
 from localchat.statusline import Reply, notices, stats_block
-from localchat.stream import Look, printer_for, stream_reply
+from localchat.stream import Look, Printer, TerminalPrinter, printer_for, stream_reply
 from localchat.text_safety import visible
+
+if TYPE_CHECKING:
+    from localchat.session import Opened
 
 LEAVE_SECONDS = 2.0
 _QUOTES = '"""'
+_OFF = ("off", "0", "no", "false")
 
 
 class Repl:
-    """One chat at a terminal; `run` returns the process's exit code."""
+    """One chat at a terminal; `run` returns the process's exit code. `switch` loads another model into the chat."""
 
     def __init__(
         self,
@@ -43,12 +55,16 @@ class Repl:
         commands: slash.SlashCommands,
         console: Console,
         look: Look,
-        session: PromptSession[str],
+        history: History,
+        switch: "Callable[[str], Opened] | None" = None,
         autosave: Autosave | None = None,
     ) -> None:
         self._chat, self._commands, self._console, self._look = chat, commands, console, look
-        self._session, self._autosave = session, autosave
-        self._given_back = ""  # a message whose turn was interrupted before it began
+        self._history, self._switch, self._autosave = history, switch, autosave
+        self._session: PromptSession[str] | None = None
+        self._given_back = ""  # what the next prompt begins with: a message whose turn was interrupted, for example
+        self._typed: dict[str, str] = {}  # messages with attached files, as they were typed
+        self._folded = False  # thoughts are
         self._fill = context_room.FillNotice()
 
     def run(self, banner: str, unanswered: str = "") -> int:
@@ -56,6 +72,7 @@ class Repl:
 
         `unanswered` is a message to begin with on the line.
         """
+        self._session = prompt_session(self._history, on_fold=self._fold)
         self._say(banner)
         self._given_back = slash.escaped(unanswered)
         hinted = -LEAVE_SECONDS
@@ -82,23 +99,46 @@ class Repl:
         if not text.strip():
             return True
         if not slash.is_command(text):
-            self._answer(slash.unescaped(text))
+            self._send(slash.unescaped(text))
             return True
         try:
             result = self._commands.run(text)
-        except UserError as error:
+        except (UserError, OSError) as error:
             result = str(failure_of(error))
-        if isinstance(result, slash.Retry):
-            self._retry(result)
-        elif isinstance(result, slash.Edit):
-            if result.note:
-                self._say(result.note)
-            self._given_back = slash.escaped(result.text)
-        elif isinstance(result, slash.Continue):
-            self._turn(self._chat.resume, None)
+        if isinstance(result, slash.Action):
+            self._do(result)
         elif result is not None:
             self._say(result)
         return result is not None
+
+    def _do(self, action: slash.Action) -> None:
+        """What a slash command leaves to be done."""
+        if isinstance(action, slash.Retry):
+            self._retry(action)
+        elif isinstance(action, slash.Continue):
+            self._turn(self._chat.resume, None)
+        elif isinstance(action, slash.Copy):
+            self._copy(action)
+        elif isinstance(action, slash.ChangeModel):
+            self._change_model(action.name)
+        else:
+            if action.said:
+                self._say(action.said)
+            self._given_back = slash.escaped(self._typed.get(action.text, action.text))
+
+    def _send(self, typed: str) -> None:
+        """Answer a message; the files that it names go with it, and their tokens are told before."""
+        try:
+            text, files = attachments.attach(typed, self._chat.tokenizer, self._chat.engine.max_length)
+        except (UserError, OSError) as error:
+            self._say(str(failure_of(error)))
+            self._given_back = slash.escaped(typed)
+            return
+        for file in files:
+            self._say(str(file))
+        if files:
+            self._typed[text] = typed
+        self._answer(text)
 
     def _retry(self, retry: slash.Retry) -> None:
         """Answer a message anew; the turn that was taken back for it returns if no new one stays."""
@@ -115,21 +155,22 @@ class Repl:
         stopped = self._turn(lambda: self._chat.reply(text), text)
         stays = bool(self._chat.messages) and not (last and self._chat.messages[-1] is last[0])
         if stopped and not stays:
-            self._given_back = slash.escaped(text)
+            self._given_back = slash.escaped(self._typed.get(text, text))
         return stays
 
     def _turn(self, start: Callable[[], Iterator[Chunk]], asked: str | None) -> bool:
         """Show a reply to `asked`, or more of the last one; whether it was stopped."""
         try:
             chunks = self._autosave.record(asked, start()) if self._autosave else start()
-            reply = stream_reply(chunks, printer_for(self._look, self._console))
+            printer = printer_for(self._look, self._console, folded=self._folded, single_keys=self._session is not None)
+            reply = stream_reply(chunks, printer, self._keys(printer))
         except InputTooLong as error:
             if self._make_room(asked, str(failure_of(error))):
                 return self._turn(start, asked)
             return True
         except KeyboardInterrupt:  # the second Ctrl-C within a reply
             self._say("interrupted")
-            return False
+            return True
         except Exception as error:  # noqa: BLE001 - a fault inside a turn is told, it does not end the chat
             kept = "\n(the message was not kept: Up brings it back)" if asked is not None else ""
             self._say(f"{failure_of(error)}{kept}")
@@ -143,10 +184,10 @@ class Repl:
         """What is said below a reply."""
         for notice in notices(reply):
             self._say(notice)
-        if reply.last is not None and self._look.verbose:
-            self._say(stats_block(reply.last.stats, self._chat.sampling.seed))
         if reply.last is not None:
-            stats = reply.last.stats
+            stats = self._commands.last = reply.last.stats
+            if self._look.verbose:
+                self._say(stats_block(stats, self._chat.sampling.seed))
             full = self._fill.after(stats.context_used, stats.context_size)
             if full and reply.last.finish_reason != "context":
                 self._say(full)
@@ -178,8 +219,63 @@ class Repl:
             self._say(self._autosave.fault)
             self._autosave.fault = ""
 
+    def _keys(self, printer: Printer) -> ReplyKeys | None:
+        """What keys do during a reply; None where they cannot be read one by one."""
+        if self._session is None or not isinstance(printer, TerminalPrinter):
+            return None
+
+        def fold() -> None:
+            printer.fold()
+            self._folded = printer.folded
+
+        actions = {Keys.ControlT: fold, Keys.ControlN: self._chat.answer_now, Keys.ControlL: printer.clear}
+        return ReplyKeys(actions, self._session.app.input)
+
+    def _fold(self) -> None:
+        """Ctrl-T at the prompt: fold the thoughts to come, or show them again, the last one at once."""
+        self._folded = not self._folded
+        thought = self._chat.messages[-1].get("reasoning_content", "") if self._chat.messages else ""
+        if self._folded:
+            self._say("thoughts are folded")
+        else:
+            self._console.print(Text(visible(thought.strip()), style="dim italic"), soft_wrap=True)
+            self._say("thoughts are shown")
+
+    def _copy(self, copy: slash.Copy) -> None:
+        """Ask the terminal to put a text into its clipboard."""
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
+            self._say("localchat: error: this terminal has no clipboard that could be asked.")
+            return
+        try:
+            sequence = copy_sequence(copy.text)
+        except ValueError:
+            self._say(f"localchat: error: {copy.what} has {len(copy.text):,} characters, too many for a clipboard.")
+            return
+        self._console.file.write(sequence)
+        self._console.file.flush()
+        self._say(f"copied {copy.what}, {len(copy.text):,} characters, if this terminal allows it (OSC 52)")
+
+    def _change_model(self, name: str) -> None:
+        """Load another model; whatever goes wrong, the chat goes on with the one it has."""
+        if self._switch is None:
+            self._say("localchat: error: the model cannot be changed here.")
+            return
+        try:
+            opened = self._switch(name)
+        except KeyboardInterrupt:
+            self._say("interrupted, the model stays")
+        except Exception as error:  # noqa: BLE001 - the chat lives on
+            self._say(f"{failure_of(error)}\nthe model stays")
+        else:
+            chosen = {name: value for name, value in self._commands.chosen.items() if hasattr(Sampling, name)}
+            self._chat.sampling = replace(opened.chat.sampling, **chosen)
+            if self._autosave:
+                self._autosave.model = registry_name(name)
+            self._look, self._commands.about = opened.look, opened.about
+            self._say(opened.banner)
+
     def _say(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(visible(text)), soft_wrap=True)
 
 
 def unquoted(text: str) -> str:
@@ -195,16 +291,25 @@ def is_open(text: str) -> bool:
     return text.lstrip().startswith((_QUOTES, f"/set system {_QUOTES}")) and text.count(_QUOTES) % 2 == 1
 
 
-def prompt_session(history: History, *, input: Input | None = None, output: Output | None = None) -> PromptSession[str]:
-    """The line editor, with this program's keys. `input` and `output` are the terminal where not given."""
+def prompt_session(
+    history: History,
+    *,
+    on_fold: Callable[[], None] | None = None,
+    input: Input | None = None,
+    output: Output | None = None,
+) -> PromptSession[str]:
+    """The line editor, with this program's keys. `on_fold` is for Ctrl-T. `input` and `output` are the terminal where
+    not given."""
     return PromptSession(
         history=history,
-        key_bindings=key_bindings(),
+        key_bindings=key_bindings(on_fold),
         multiline=True,
         prompt_continuation="... ",
-        completer=SlashCompleter(),
+        completer=ChatCompleter(),
         complete_while_typing=False,
         enable_open_in_editor=False,
+        enable_suspend=True,
+        tempfile_suffix=".md",
         input=input,
         output=output,
     )
@@ -218,11 +323,11 @@ def confirmed(question: str) -> bool:
         return False
 
 
-def key_bindings() -> KeyBindings:
-    """Enter sends, the new-line keys, and what Ctrl-C does at the prompt."""
+def key_bindings(on_fold: Callable[[], None] | None = None) -> KeyBindings:
+    """Enter sends, the new-line keys, the editor, folding, and what Ctrl-C does at the prompt."""
     keys = KeyBindings()
 
-    @keys.add("enter")
+    @keys.add("enter", filter=~is_searching)
     def _enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if buffer.document.text_before_cursor.endswith("\\") and buffer.document.is_cursor_at_the_end:
@@ -246,32 +351,25 @@ def key_bindings() -> KeyBindings:
         else:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
 
+    @keys.add("c-g", filter=~is_searching)
+    def _editor(event: KeyPressEvent) -> None:
+        event.current_buffer.open_in_editor()
+
+    @keys.add("c-t")
+    def _ctrl_t(_event: KeyPressEvent) -> None:
+        if on_fold is not None:
+            run_in_terminal(on_fold)
+
     return keys
 
 
-class SlashCompleter(Completer):
-    """Tab: the slash commands, and after /set and /show what they take."""
-
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """The names that continue the last word before the cursor."""
-        text = document.text_before_cursor
-        *before, word = text.split(" ")
-        if not text.startswith("/") or "\n" in text:
-            return
-        candidates: dict[tuple[str, ...], Iterable[str]] = {
-            (): slash.NAMES,
-            ("/show",): slash.SHOWN,
-            ("/set",): (*parameters.NAMES, "parameter", "system", "think", "nothink"),
-            ("/set", "parameter"): parameters.NAMES,
-            ("/load",): conversations.names() if before == ["/load"] else (),
-        }
-        for name in candidates.get(tuple(before), ()):
-            if name.startswith(word):
-                yield Completion(name, start_position=-len(word))
-
-
 def open_history() -> tuple[History, str]:
-    """The history file in the user's state folder, readable by the user alone, and a notice where it cannot be used."""
+    """The history file in the user's state folder, readable by the user alone, and a notice where it cannot be used.
+
+    LOCALCHAT_HISTORY=off keeps none.
+    """
+    if os.environ.get("LOCALCHAT_HISTORY", "").lower() in _OFF:
+        return InMemoryHistory(), ""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "localchat"
     path = folder / "history"
     try:

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 
 class Turn:
-    """The prompt of one turn, the ids that were drawn behind it, and the clock.
+    """The prompt of one turn, the ids of the answer behind it, and the clock.
 
-    `boundary` is where a snapshot belongs (None: nowhere).
+    `boundary` is where a snapshot belongs (None: nowhere). `drawn` are the answer's ids, `generated` and
+    `thought_tokens` count those that the model drew: the closing of a thought may be put in.
     """
 
     def __init__(self, engine: "Engine", prompt: list[int], boundary: int | None, started: float) -> None:
@@ -22,26 +23,29 @@ class Turn:
         self.reread = 0
         self.prefilled = 0
         self.drawn: list[int] = []
+        self.generated = 0
+        self.thought_tokens = 0
         self._engine = engine
         self._forwarded_before = engine.tokens_forwarded
         self._started = started
-        self._prefill_started = self._prefill_ended = self._first_token = time.perf_counter()
+        self._prefill_started = self._prefill_ended = time.perf_counter()
+        self._first_token = self._last_thought = self._prefill_started
 
     def count_prefilled(self) -> None:
         """To be called after each prefilled chunk."""
         self.prefilled = self._engine.tokens_forwarded - self._forwarded_before
         self._prefill_ended = time.perf_counter()
 
-    @property
-    def generated(self) -> int:
-        """How many ids were drawn."""
-        return len(self.drawn)
-
-    def count_generated(self, token: int) -> None:
-        """To be called with each drawn id."""
+    def count_generated(self, token: int, *, thinking: bool) -> None:
+        """To be called with each drawn id; `thinking`: it was drawn inside a thought."""
         self.drawn.append(token)
-        if len(self.drawn) == 1:
-            self._first_token = time.perf_counter()
+        self.generated += 1
+        now = time.perf_counter()
+        if self.generated == 1:
+            self._first_token = now
+        if thinking:
+            self.thought_tokens += 1
+            self._last_thought = now
 
     def stats(self) -> Stats:
         """The numbers as of now."""
@@ -52,8 +56,10 @@ class Turn:
             prefilled_tokens=self.prefilled,
             reread_tokens=self.reread,
             generated_tokens=self.generated,
+            thought_tokens=self.thought_tokens,
             prefill_seconds=self._prefill_ended - self._prefill_started,
             decode_seconds=time.perf_counter() - self._first_token if decoding else 0.0,
+            thought_seconds=self._last_thought - self._prefill_ended if self.thought_tokens else 0.0,
             ttft_seconds=self._first_token - self._started if decoding else 0.0,
             context_used=len(self._engine.ids),
             context_size=self._engine.max_length,

@@ -218,6 +218,61 @@ def test_thoughts(chat_with: Callable[..., Chat]) -> None:
     assert chat.messages[3] == {"role": "assistant", "content": "", "reasoning_content": "still", "ended": "context"}
 
 
+OPENING = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+
+
+def test_a_thought_ends_with_its_budget_and_the_reply_goes_on(
+    chat_with: Callable[..., Chat], tiny_tokenizer: Tokenizer
+) -> None:
+    chat = chat_with("abcdef</think>never", "Yes.<|im_end|>", source=OPENING, think_budget=3, max_tokens=20)
+    chunks = list(chat.reply("q"))
+    assert (said(chunks, "thought"), said(chunks)) == ("abc\n", "Yes.")
+    assert chat.messages[-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "abc\n"}
+    assert tiny_tokenizer.decode(chat.engine.prefilled[1]) == "c\n</think>\n\n"
+    assert [limit for _, _, limit in chat.engine.asked] == [20, 17]
+    stats = chunks[-1].stats
+    assert (stats.thought_tokens, stats.generated_tokens, chunks[-1].finish_reason) == (3, 8, "stop")
+    assert tiny_tokenizer.decode(chat.engine.ids).endswith("<think>\nabc\n</think>\n\nYes.")
+
+
+def test_a_thought_is_closed_as_the_template_closes_it(
+    chat_with: Callable[..., Chat], tiny_tokenizer: Tokenizer
+) -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }} </think> {% endif %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    chat = chat_with("abc", "Yes<|im_end|>", source=source, think_budget=1)
+    assert said(list(chat.reply("q"))) == "Yes"
+    assert tiny_tokenizer.decode(chat.engine.prefilled[1]) == "a </think> "
+
+
+def test_the_answer_can_be_asked_for_now(chat_with: Callable[..., Chat]) -> None:
+    for when in ("prefill", "thought"):
+        chat = chat_with("abcdef", "Yes.<|im_end|>", "more</think>No.<|im_end|>", source=OPENING)
+        chunks = []
+        for chunk in chat.reply("q"):
+            if chunk.kind == when and said([*chunks, chunk], "thought") in ("", "ab"):
+                chat.answer_now()
+            chunks.append(chunk)
+        assert (said(chunks, "thought"), said(chunks)) == ("a\n" if when == "prefill" else "ab\n", "Yes.")
+        chat.answer_now()  # between turns it is nothing
+        assert said(list(chat.reply("r")), "thought") == "more"
+
+
+@pytest.mark.parametrize("room", [3, 20])
+def test_a_budget_where_nothing_fits_behind_it(chat_with: Callable[..., Chat], room: int) -> None:
+    probe = chat_with("x<|im_end|>", source=OPENING)
+    list(probe.reply("q"))
+    length = len(probe.engine.prefilled[0]) + room
+    chat = chat_with("abcdefgh", "Yes.<|im_end|>", source=OPENING, think_budget=2, max_length=length)
+    end = list(chat.reply("q"))[-1]
+    assert (end.in_thought, end.finish_reason) == ((True, "context") if room == 3 else (False, "stop"))
+    chat = chat_with("abcdefgh", source=OPENING, think_budget=2, max_tokens=2)
+    assert list(chat.reply("q"))[-1].in_thought
+
+
 def test_a_thought_that_the_template_opens(chat_with: Callable[..., Chat]) -> None:
     opening = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     assert opening != CHATML

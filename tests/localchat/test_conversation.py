@@ -129,6 +129,22 @@ def test_forty_turns(conversation: Conversation) -> None:
     conversation.check_state()
 
 
+def test_a_thought_that_is_closed_early_goes_on_from_the_same_state(conversation: Conversation) -> None:
+    conversation.turn("first", "yes")
+    conversation.chat.think_budget = 5
+    replies = conversation.start("second", "the answer", thought="never read")
+    conversation.engine.script = deque(conversation.tokenizer.encode_text("hmmmm" + "the answer<|im_end|>"))
+    *_, end = replies
+    assert conversation.chat.messages[-1]["content"] == "the answer"
+    assert conversation.tokenizer.decode(conversation.engine.ids).endswith("<think>\nhmmmm\n</think>\n\nthe answer")
+    closing = len(conversation.tokenizer.encode_text("\n</think>\n\n"))
+    read = end.stats.prefilled_tokens + end.stats.generated_tokens - 1 + closing
+    assert len(conversation.model.received) == read  # nothing was read twice
+    conversation.check_state()
+    conversation.chat.think_budget = None
+    assert conversation.turn("third", "no").reread_tokens == 0
+
+
 def test_a_retry_is_bit_identical(conversation: Conversation) -> None:
     for n in range(5):
         conversation.turn(question(n), answer(n))

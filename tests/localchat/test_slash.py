@@ -162,6 +162,7 @@ def test_leaving(commands: slash.SlashCommands, text: str) -> None:
 
 def test_help_names_every_command(commands: slash.SlashCommands) -> None:
     assert all(name in str(commands.run("/help")) for name in slash.NAMES)
+    assert max(map(len, slash.HELP.splitlines())) < 80
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from localchat import stream
 from localchat.chat import Chunk
+from localchat.rows import split_rows
 from localchat.stats import Stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
@@ -36,11 +37,13 @@ def piped(*parts: str, **more: Any) -> str:
     return out.getvalue()
 
 
-def shown(*parts: str, columns: int = 40, rows: int = 12, thoughts: str = "", hide: bool = False) -> tuple[str, str]:
+def shown(
+    *parts: str, columns: int = 40, rows: int = 12, thoughts: str = "", hide: bool = False, markdown: bool = False
+) -> tuple[str, str]:
     """(screen with scrollback as text, everything written) of a reply on a terminal that is redrawn at each chunk."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=columns, height=rows, legacy_windows=False, _environ={})
-    printer = stream.TerminalPrinter(console, hide_thinking=hide)
+    printer = stream.TerminalPrinter(console, stream.Look(hide_thinking=hide, markdown=markdown))
     thinking = list(chunks(*thoughts, kind="thought"))[:-1] if thoughts else []
     stream.stream_reply(iter([*thinking, *chunks(*parts)]), printer)
     screen = pyte.HistoryScreen(columns, rows, history=10_000)
@@ -91,14 +94,14 @@ def test_pipe_is_flushed_at_every_chunk() -> None:
 def test_terminal_prints_each_row_once() -> None:
     lines = [f"line {i} of the reply" for i in range(40)]
     screen, _ = shown(*(character for line in lines for character in line + "\n"))
-    assert screen.split("\n")[:-1] == lines
-    assert screen.split("\n")[-1] == "829.0 tok/s - ttft 0.20 s - 830 tok - c…"
+    assert screen.split("\n")[:-2] == lines
+    assert screen.split("\n")[-2] == "829.0 tok/s - ttft 0.20 s - 830 tok - ct"
 
 
 def test_terminal_long_line_is_wrapped_at_words_and_never_lost() -> None:
     words = [f"word{i} " for i in range(400)]
     screen, _ = shown(*words)
-    rows = screen.split("\n")[:-1]
+    rows = screen.split("\n")[:-2]
     assert max(map(len, rows)) < 40
     assert " ".join(rows).split() == "".join(words).split()
     assert all(row.startswith("word") for row in rows)
@@ -108,7 +111,7 @@ def test_what_is_said_so_far_is_on_the_screen() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=40, height=12, _environ={})
     said = ""
-    with stream.TerminalPrinter(console) as printer:
+    with stream.TerminalPrinter(console, stream.Look(markdown=False)) as printer:
         for chunk in chunks(*(f"word{i} " for i in range(30))):
             printer.push(chunk)
             said += chunk.text
@@ -146,23 +149,24 @@ def test_hidden_thoughts() -> None:
 
 
 def test_blank_lines_around_an_answer_are_not_shown() -> None:
-    assert shown("\n\n", "yes", "\n", "\n")[0].split("\n")[0] == "yes"
-    assert len(shown("\n\n", "yes", "\n", "\n")[0].split("\n")) == 2
+    rows = shown("\n\n", "yes", "\n", "\n")[0].split("\n")
+    assert rows[0] == "yes"
+    assert rows[1].startswith("300.0 tok/s - ttft") or rows[1].startswith("tok/s") or "ttft" in rows[1]
 
 
 def test_wide_characters_are_wrapped_by_cells() -> None:
     text = "汉字" * 60 + "🙂" * 30 + "é" * 50
     screen, _ = shown(*text)
-    assert "".join(screen.split("\n")[:-1]).replace(" ", "") == text
+    assert "".join(screen.split("\n")[:-2]).replace(" ", "") == text
 
 
 @pytest.mark.parametrize("line", ["", "a", "one two three four", "x" * 50, "ab " * 20, "\ttwo\ttabs", "汉" * 30])
 def test_split_rows_keeps_the_text_and_finished_rows(line: str) -> None:
-    rows = stream.split_rows(line, 10)
+    rows = split_rows(line, 10)
     assert "".join(rows) == line
     assert all(cell_len(row.rstrip().expandtabs(8)) <= 10 or "\t" in row for row in rows)
     for end in range(len(line)):
-        assert stream.split_rows(line[:end], 10)[:-1] == rows[: len(stream.split_rows(line[:end], 10)) - 1]
+        assert split_rows(line[:end], 10)[:-1] == rows[: len(split_rows(line[:end], 10)) - 1]
 
 
 def test_ctrl_c_stops_at_the_next_chunk_and_closes_the_generator() -> None:
@@ -212,7 +216,7 @@ def test_an_error_inside_a_reply_ends_the_live_display() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=40, _environ={})
     with pytest.raises(ValueError, match="broken"):
-        stream.stream_reply(source(), stream.TerminalPrinter(console))
+        stream.stream_reply(source(), stream.TerminalPrinter(console, stream.Look(markdown=False)))
     assert out.getvalue().count("\x1b[?25h") == out.getvalue().count("\x1b[?25l") == 1
     assert "partial\n" in out.getvalue()
 
@@ -221,7 +225,7 @@ def test_dumb_terminal_gets_lines_only() -> None:
     out = io.StringIO()
     stream.stream_reply(
         iter([Chunk("thought", "hm", STATS), *chunks("yes")]),
-        stream.DumbPrinter(out, hide_thinking=False, device="cpu"),
+        stream.DumbPrinter(out, stream.Look()),
     )
     assert re.fullmatch(
         r"\[thought\]\nhm\n\[answer\]\nyes\n\[ttft 0.20 s - 1 tok - ctx 0 % - [\d.]+/[\d.]+ GB\]\n", out.getvalue()
@@ -250,3 +254,99 @@ def test_the_live_line_moves_while_a_slow_reply_streams(terminal: Callable[..., 
     assert len(set(counts)) >= 10
     assert window.text.count("w100") == 1
     assert len(re.findall(r"tok/s", window.text)) == 1
+
+
+MIXED = [
+    "## Head\n",
+    "Some **bold** words ",
+    "and more of them. ",
+    "\n\n- item\n",
+    "```py\nx = 1\n```\n",
+    "| a | b |\n",
+]
+
+
+@pytest.mark.parametrize("unit", [["word "], MIXED, ["```\n", *["code = 1\n"] * 9, "```\n"], ["- item **x**\n"]])
+def test_the_bytes_for_a_token_are_the_same_over_20000_tokens(unit: list[str]) -> None:
+    """Counted, not timed: what is written, and how often markup is read, for the first and the last thousand tokens."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=24, _environ={})
+    written: list[int] = []
+    with stream.TerminalPrinter(console, stream.Look()) as printer:
+        for n in range(20_000):
+            printer.push(Chunk("answer", unit[n % len(unit)], replace(STATS, generated_tokens=n)))
+            if n % 1000 == 999:
+                written.append(out.tell())
+    costs = [after - before for before, after in zip([0, *written], written, strict=False)]
+    assert max(costs[1:]) < 1.15 * costs[1]
+    assert max(costs) < 1000 * 24 * 100
+
+
+def test_markdown_is_rendered_and_code_can_be_copied() -> None:
+    long = "x = " + "1 + " * 20 + "1"
+    screen, raw = shown(*f"# T\n\nSome **bold**.\n\n```\n{long}\n  y\n```\n\nEnd.", markdown=True, columns=60)
+    assert screen.startswith(f"T\n\nSome bold.\n\n{long[:60].rstrip()}\n{long[60:]}\n  y\n\nEnd.\n")
+    assert f"\r{long}\n" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", raw)  # the terminal wraps it: one line to copy
+
+
+def test_a_folded_thought_is_one_line() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60, height=12, _environ={})
+    printer = stream.TerminalPrinter(console, stream.Look(), folded=True)
+    thinking = [
+        Chunk("thought", "hm\n", replace(STATS, generated_tokens=n, thought_tokens=n, thought_seconds=n / 10))
+        for n in range(1, 35)
+    ]
+    stream.stream_reply(iter([*thinking, *list(chunks("yes"))[1:]]), printer)
+    screen = pyte.Screen(60, 12)
+    pyte.Stream(screen).feed(out.getvalue().replace("\n", "\r\n"))
+    rows = [row.rstrip() for row in screen.display]
+    assert rows[:3] == ["thought for 3 s, 34 tokens", "", "yes"]
+    assert "hm" not in out.getvalue()
+    assert "thinking, 20 tokens" in out.getvalue()
+
+
+def test_a_thought_that_is_unfolded_again_is_whole() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60, height=40, _environ={})
+    printer = stream.TerminalPrinter(console, stream.Look())
+
+    def source() -> Iterator[Chunk]:
+        for n in range(20):
+            if n in (5, 15):
+                printer.fold()
+            yield Chunk("thought", f"row {n}\n", STATS)
+        yield from chunks("yes")
+
+    replies = source()
+    stream.stream_reply(replies, printer)
+    screen = pyte.Screen(60, 40)
+    pyte.Stream(screen).feed(out.getvalue().replace("\n", "\r\n"))
+    rows = [row.rstrip() for row in screen.display]
+    assert rows[:22] == [*(f"row {n}" for n in range(20)), "", "yes"]
+
+
+def test_the_cursor_waits_at_the_start_of_the_live_rows() -> None:
+    """So that a terminal which wraps the rows anew when it is made narrower leaves nothing to count."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=40, height=12, _environ={})
+    with stream.TerminalPrinter(console, stream.Look()) as printer:
+        for chunk in chunks("one\n", "two three\n", *["| a |\n"] * 4):
+            printer.push(chunk)
+            screen = pyte.Screen(40, 12)
+            pyte.Stream(screen).feed(out.getvalue().replace("\n", "\r\n"))
+            status = next(n for n, row in enumerate(screen.display) if "ttft" in row or "reading the prompt" in row)
+            table = sum(row.startswith("| a |") for row in screen.display)
+            assert (screen.cursor.x, screen.cursor.y) == (0, status - table)
+            assert screen.cursor.hidden
+
+
+def test_prompts_of_about_a_second_get_a_bar() -> None:
+    for rate, shows in ((100, True), (100_000, False)):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=True, width=80, height=12, _environ={})
+        stats = Stats(prompt_tokens=5000, prefilled_tokens=1000, prefill_seconds=1000 / rate)
+        with stream.TerminalPrinter(console, stream.Look()) as printer:
+            printer.push(Chunk("prefill", "", stats))
+        assert ("prefill [####---" in out.getvalue()) == shows
+        assert "reading the prompt" in out.getvalue()

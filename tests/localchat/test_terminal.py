@@ -6,19 +6,19 @@ import re
 import signal
 import stat
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from localchat import conversations, slash
+from localchat import slash
 from localchat import terminal as room
 from localchat.chat import Chat
 from localchat.sampling import Sampling
@@ -26,7 +26,7 @@ from localchat.stream import Look
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 Scripted = Callable[..., Path]
-CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"
+CTRL_C, CTRL_D, CTRL_R, ALT_ENTER = "\x03", "\x04", "\x12", "\x1b\r"
 
 
 def entered(keys: str) -> str:
@@ -67,31 +67,6 @@ def test_unquoted(text: str, message: str) -> None:
     assert room.unquoted(text) == message
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("/h", ["/help"]),
-        ("/s", ["/set", "/show", "/save", "/sessions"]),
-        ("/show m", ["memory"]),
-        ("/set temp", ["temperature", "temp"]),
-        ("/set parameter se", ["seed"]),
-        ("hello /s", []),
-        ("/set temp 1", []),
-    ],
-)
-def test_completion(text: str, names: list[str]) -> None:
-    found = room.SlashCompleter().get_completions(Document(text), CompleteEvent(completion_requested=True))
-    assert [completion.text for completion in found] == names
-
-
-def test_completion_of_a_saved_conversation() -> None:
-    for name in ("mine", "my other", "yours"):
-        conversations.create(name).close()
-    for text, names in (("/load ", ["mine", "my other", "yours"]), ("/load my", ["my other"]), ("/load x", [])):
-        found = room.SlashCompleter().get_completions(Document(text), CompleteEvent(completion_requested=True))
-        assert [completion.text for completion in found] == names
-
-
 def test_history_is_readable_by_its_owner_alone(_private_home: Path) -> None:
     history, notice = room.open_history()
     history.append_string("two\nlines")
@@ -108,6 +83,57 @@ def test_history_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     history, notice = room.open_history()
     assert isinstance(history, InMemoryHistory)
     assert "Not a directory" in notice
+
+
+def test_history_can_be_switched_off(_private_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALCHAT_HISTORY", "off")
+    history, notice = room.open_history()
+    history.append_string("secret")
+    assert notice == ""
+    assert not list(_private_home.rglob("history"))
+
+
+def test_ctrl_r_searches_messages_of_several_lines() -> None:
+    history = InMemoryHistory(["first\nneedle here", "other"])
+    with create_pipe_input() as pipe:
+        pipe.send_text(f"{CTRL_R}need\r more\r")
+        found = room.prompt_session(history, input=pipe, output=DummyOutput()).prompt(">>> ")
+    assert sorted(found.replace("needle here", "").split()) == ["first", "more"]
+    assert "\n" in found
+
+
+def test_ctrl_g_opens_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\necho "$1" > name; cat "$1" > before; printf "two\\nlines" > "$1"\n')
+    editor.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", str(editor))
+    with create_pipe_input() as pipe:
+        pipe.send_text("draft\x07")
+        session = room.prompt_session(InMemoryHistory(), input=pipe, output=DummyOutput())
+
+        def send_when_edited() -> None:
+            while not (tmp_path / "before").exists() or session.default_buffer.text != "two\nlines":
+                time.sleep(0.05)
+            pipe.send_text("\r")
+
+        thread = threading.Thread(target=send_when_edited, daemon=True)
+        thread.start()
+        assert session.prompt(">>> ") == "two\nlines"
+    assert (tmp_path / "before").read_text() == "draft"
+    assert (tmp_path / "name").read_text().strip().endswith(".md")
+
+
+def test_ctrl_t_is_told() -> None:
+    pressed = []
+    with create_pipe_input() as pipe:
+        pipe.send_text("a\x14b\r")
+        session = room.prompt_session(
+            InMemoryHistory(), on_fold=lambda: pressed.append(1), input=pipe, output=DummyOutput()
+        )
+        assert session.prompt(">>> ") == "ab"
+    assert pressed == [1]
 
 
 @pytest.fixture
@@ -169,7 +195,7 @@ def test_ctrl_c_at_the_prompt(chat: Callable[..., Any]) -> None:
 
 
 def test_slash_commands(chat: Callable[..., Any]) -> None:
-    window = chat("abc", rows=80)
+    window = chat("abc", rows=110)
     for line, answer in (
         ("/set temp 0.25", "temperature = 0.25"),
         ("/set parameter top_k 7", "top_k = 7"),
@@ -181,7 +207,7 @@ def test_slash_commands(chat: Callable[..., Any]) -> None:
         ("/show system", "Be brief."),
         ("/show memory", "largest context that fits"),
         ("/hlep", "did you mean /help?"),
-        ("/?", "Ctrl-C stops a reply."),
+        ("/?", "Ctrl-C or Esc stops it"),
     ):
         before = window.text.count(">>>")
         window.send(line + "\r")
