@@ -43,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("first\n@sub/", ["first\n@sub/inner.py"]),
         ("@s", ["@sub/"]),
         ("@.h", ["@.hidden"]),
+        ("/read ", ["/read note book.md", "/read notes.txt", "/read sub/"]),
         ("@absent/", []),
         ("me@no", []),
         ("@../nowhere/x", []),

@@ -116,14 +116,14 @@ def test_code_that_never_ends() -> None:
 
 
 def test_a_line_without_end_is_finished_piece_by_piece() -> None:
-    text = "- " + "word **bold words here** and `some code` then [two x](y) " * 400
+    text = "- " + "word **bold words here** and `some code` then [two x](y) " * 100
     markdown, rows, longest = MarkdownRows(lambda: 39), [], 0
     for character in text:
         rows += markdown.push(character)
         longest = max(longest, len(markdown.tail()))
     rows += markdown.flush()
     said = " ".join(row.plain.strip() for row in rows)
-    assert said.split() == ("• " + "word bold words here and some code then two x (y) " * 400).split()
+    assert said.split() == ("• " + "word bold words here and some code then two x (y) " * 100).split()
     assert max(len(row.plain) for row in rows) <= 39
     assert min(len(row.plain) for row in rows[:-1]) > 20  # no row is broken off
     assert longest <= 14
