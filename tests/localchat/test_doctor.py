@@ -152,7 +152,8 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "_hub", lambda: iter(()))
     found = {finding.name: finding for finding in doctor.findings()}
     assert found["memory"].text == "the look at it failed: ZeroDivisionError: by ^[ zero"
-    assert found["models"].status == "ok"
+    assert (found["memory"].status, found["models"].status) == ("warn", "ok")
+    assert [finding.status for finding in doctor._guarded("kernels", fail)] == ["bad"]  # `run` would fail as well
 
 
 class _Answers(BaseHTTPRequestHandler):
