@@ -25,7 +25,8 @@ HELP = """\
 /undo [N]            take back the last turn, or the last N
 /continue            go on with an answer that was interrupted or reached a limit
 /clear               forget the conversation, keep the system prompt
-/save [NAME]         where the conversation is saved (it saves itself); NAME gives it a name
+/save [NAME]         where the conversation is saved (by itself, always);
+                     NAME gives it a name
 /load NAME           go on with a saved conversation
 /sessions            list the saved conversations
 /set                 the parameters now

@@ -12,12 +12,12 @@ import pytest
 from localchat import cli, memory_table
 from localchat.engine import Engine
 from localchat.errors import UsageError
-from localchat.ledger import ledger, ledger_of_folder
+from localchat.ledger import CUDA_CONTEXT, ledger, ledger_of_folder
 from localchat.memory_table import Measured, Memory, measure, memory_of, table_rows, table_text
 from localchat.registry import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
-BIG = MODELS["qwen3.5-27b"]
+BIG = MODELS["qwen3.5-27b"].config
 CARD = Memory("cuda:0", "Some Card", 24_000_000_000, others=3_000_000_000)
 
 
@@ -48,7 +48,7 @@ def test_a_cap_and_what_does_not_fit() -> None:
 
 
 def test_plain_columns_are_aligned_and_empty_ones_left_out() -> None:
-    table = ledger(MODELS["smollm2-135m"], 1024)
+    table = ledger(MODELS["smollm2-135m"].config, 1024)
     memory = Memory("cpu", "this machine", 8_000_000_000)
     lines = table_text(table, memory, for_terminal=False).splitlines()
     assert lines[0].split() == ["computed"]
@@ -101,7 +101,7 @@ def test_on_a_card_it_is_the_drop_of_free_memory(hybrid: Any, monkeypatch: pytes
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 700_000_000)
     engine = Engine(hybrid, 64)
     found = measure(engine, CARD, before=2_000_000_000)
-    assert found.total == 7_500_000_000  # and the CUDA context, which was there before
+    assert found.total == 7_000_000_000 + CUDA_CONTEXT  # and the CUDA context, which was there before
     assert 600_000_000 < found.rows["workspace"] < 700_000_000 - engine.cache.nbytes
 
 
@@ -113,7 +113,7 @@ def test_which_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         memory_of("cpu", 16)
     monkeypatch.setattr(memory_table, "_may_have_card", lambda: True)
     monkeypatch.setattr("localchat.device.choose_device", lambda *_: "cuda:0")
-    monkeypatch.setattr(memory_table, "memory_used", lambda device: (2_500_000_000, 24_000_000_000))
+    monkeypatch.setattr(memory_table, "memory_used", lambda device: (2_000_000_000 + CUDA_CONTEXT, 24_000_000_000))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some Card")
     found = memory_of("0", 16)
     assert found == Memory("cuda:0", "Some Card", 24_000_000_000, 2_000_000_000, 16_000_000_000)
@@ -130,7 +130,7 @@ def test_show_says_what_run_would_take(capsys: pytest.CaptureFixture[str], monke
     assert memory["largest_context"] > 100_000
     assert cli.main(["show", "qwen3.5-27b", "--vram", "16"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"KV cache, 10,\d+ tokens +card", text)
+    assert re.search(r"KV cache, 3,\d+ tokens +card", text)
     assert re.search(r"^left +\d MB$", text, re.MULTILINE)
     assert "\x1b" not in text
 
