@@ -23,7 +23,7 @@ HELP = """\
 /retry, /regen       answer the last message anew
 /edit                take the last turn back and put its message on the line
 /undo [N]            take back the last turn, or the last N
-/continue            go on with an answer that was interrupted or reached a limit
+/continue            go on with an answer that was stopped or reached a limit
 /clear               forget the conversation, keep the system prompt
 /save [NAME]         where the conversation is saved (by itself, always);
                      NAME gives it a name
