@@ -56,6 +56,21 @@ def attach(message: str, tokenizer: "Tokenizer", context: int) -> tuple[str, lis
     return "\n\n".join([*map(_quoted, found.values()), text]), list(found.values())
 
 
+def missed(message: str) -> list[str]:
+    """The @words of a message that look like a path and name no file, each once; handles and decorators do not."""
+    words = dict.fromkeys(match[1] or match[2].rstrip(_PUNCTUATION) for match in _REFERENCE.finditer(message))
+    return [one_line(word) for word in words if not is_file(word) and _looks_like_a_path(word)]
+
+
+def _looks_like_a_path(word: str) -> bool:
+    if word.startswith(("/", "~", "./", "../")) or re.search(r"\.\w{1,5}$", word):
+        return True
+    try:
+        return Path(word).exists()  # a folder, a device
+    except (OSError, ValueError):
+        return False
+
+
 def reference(name: str) -> str:
     """What is typed for a file."""
     return f'@"{name}"' if re.search(r"\s", name) or name[-1:] in _PUNCTUATION else f"@{name}"

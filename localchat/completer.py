@@ -44,7 +44,7 @@ def _words_after(before: tuple[str, ...]) -> Iterable[str]:
     candidates: dict[tuple[str, ...], Iterable[str]] = {
         (): slash.NAMES,
         ("/show",): slash.SHOWN,
-        ("/set",): (*parameters.NAMES, "parameter", "system", "think", "nothink"),
+        ("/set",): (*parameters.NAMES, "parameter", "system", "think", "nothink", "verbose", "quiet"),
         ("/set", "parameter"): parameters.NAMES,
     }
     return candidates.get(before, ())

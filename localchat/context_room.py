@@ -33,6 +33,7 @@ class Offer:
                 f"room could be made by dropping {many}:",
                 *rows,
                 f"{self.after:,} tokens would be left; those behind the dropped ones are read again once.",
+                "dropped turns also leave the saved conversation; `localchat sessions export` keeps a copy of it.",
             ]
         )
 

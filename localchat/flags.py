@@ -167,6 +167,7 @@ def _sessions(parser: "Parser") -> None:
     parser.positional("action", nargs="?", help=what, **options)
     parser.positional("names", nargs="*", metavar="NAME", help="which conversations")
     parser.flag("--json", action="store_true", help="print one JSON document (export: instead of Markdown)")
+    parser.flag("-y", "--yes", dest="sure", action="store_true", help="rm: do not ask")
     text = "export into a new file instead of stdout"
     parser.flag("-o", "--output", metavar="FILE", file=True, help=text)
 

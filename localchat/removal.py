@@ -50,7 +50,7 @@ def remove(name: str, *, downloads: bool, sure: bool) -> int:
     for k in going:
         say(f"{k.what}, {size_text(k.nbytes)}: {k.path}")
     if not sure:
-        _ask(f"remove {one_line(name)} and free {size_text(freed)}? [y/N] ")
+        ask(f"remove {one_line(name)} and free {size_text(freed)}? [y/N] ")
     for k in going:
         _remove(k)
     say(f"removed {one_line(name)}: {size_text(freed)} are free")
@@ -72,7 +72,13 @@ def _nothing(name: str, staying: list[Kept]) -> UserError:
     return ModelNotFound(f"{one_line(name)} is not on this machine, so there is nothing to remove.", hint)
 
 
-def _ask(question: str) -> None:
+def ask(question: str) -> None:
+    """Go on only where the person says yes.
+
+    Raises:
+        UsageError: nobody is there to be asked.
+        UserError: it is a no.
+    """
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError("nobody is there to be asked whether to remove it.", "-y removes without asking.")
     print(question, end="", file=sys.stderr, flush=True)

@@ -11,8 +11,9 @@ from typing import Any
 from localchat import conversations
 from localchat.conversation_file import Conversation
 from localchat.errors import UsageError, UserError
+from localchat.removal import ask
 from localchat.slash_conversations import table
-from localchat.text_safety import visible
+from localchat.text_safety import one_line, visible
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,6 +99,8 @@ def _export(conversation: Conversation, output: str | None, *, as_document: bool
 def _remove(args: argparse.Namespace) -> None:
     if not args.names:
         raise UsageError("`localchat sessions rm` needs the name of a conversation.")
+    if not args.sure:
+        ask(f"remove {', '.join(map(one_line, args.names))}? [y/N] ")
     for name in args.names:
         conversations.remove(name)
         print(f"removed {name}", file=sys.stderr)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HELP = """\
 /help, /?            this text
 /retry, /regen       answer the last message anew
-/edit                take the last turn back and put its message on the line
+/edit                put the last message on the line; sent, it replaces it
 /undo [N]            take back the last turn, or the last N
 /continue            go on with an answer that was stopped or reached a limit
 /clear               forget the conversation, keep the system prompt
@@ -34,7 +34,9 @@ HELP = """\
 /set system TEXT     set the system prompt (clears the conversation)
 /set think           ask the model to think first; /set nothink asks it not to
 /set think N         the same, for at most N tokens
-/show info           the model; also /show parameters, system, memory
+/set verbose         counts and timings below each reply; /set quiet: no more
+/show info           the model; also parameters, system, template, memory,
+                     context
 /read FILE           take a file into the next message, as @FILE in it does
 /copy [N]            copy the last answer (N: the Nth from the end) to the
                      clipboard of this terminal
@@ -50,7 +52,7 @@ During a reply: Ctrl-C or Esc stops it, Ctrl-N ends the thought and has the
 answer now, Ctrl-T and Ctrl-L as above.
 A message that starts with / is written with //."""
 
-SHOWN = ("info", "parameters", "system", "memory")
+SHOWN = ("info", "parameters", "system", "template", "memory", "context")
 NAMES = (
     "/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/retry", "/regen", "/undo", "/edit",
     "/continue", "/save", "/load", "/sessions", "/read", "/copy", "/stats", "/model",
@@ -81,10 +83,11 @@ class Retry:
 
 @dataclass(frozen=True)
 class Edit:
-    """To be done: put `text` on the line, below what is `said`."""
+    """To be done: put `text` on the line, below what is `said`. `replaces`: sent, it replaces the last turn."""
 
     text: str
     said: str = ""
+    replaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,20 @@ class ChangeModel:
     name: str
 
 
-Action = Retry | Edit | Continue | Copy | ChangeModel
+@dataclass(frozen=True)
+class Verbose:
+    """To be done: from now on show the figures below each reply, or not."""
+
+    on: bool
+
+
+Action = Retry | Edit | Continue | Copy | ChangeModel | Verbose
 Result = str | Action | None
 
 
 def is_command(text: str) -> bool:
     """Whether a message is a slash command ("//..." is text)."""
+    text = text.lstrip()
     return text.startswith("/") and not text.startswith("//")
 
 
@@ -213,7 +224,9 @@ class SlashCommands:
         return Retry(undone[0]["content"], undone)
 
     def _edit(self, rest: str) -> Edit:
-        return Edit(self._last_turn("/edit", rest)[0]["content"])
+        undone = self._last_turn("/edit", rest)
+        self._chat.messages += undone  # until the edited message is sent
+        return Edit(undone[0]["content"], replaces=True)
 
     def _last_turn(self, name: str, rest: str) -> list[dict[str, Any]]:
         if rest:
@@ -255,13 +268,17 @@ class SlashCommands:
             raise UsageError("/model needs the name of a model.", "`localchat list` names them, Tab completes.")
         return ChangeModel(rest)
 
-    def _set(self, rest: str) -> str:
+    def _set(self, rest: str) -> "str | Verbose":
         if not rest:
             return self._parameters()
         name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
         value = value.strip()
         if name == "system":
             return self._set_system(value)
+        if name in ("verbose", "quiet") and value in ("", "on", "off"):
+            return Verbose((name == "verbose") == (value != "off"))
+        if name == "think" and value in ("on", "off"):
+            name, value = ("think" if value == "on" else "nothink"), ""
         if name == "think" and value.isdecimal() and int(value):
             self._think(True, int(value))
             return f"the model is asked to think first, for at most {int(value):,} tokens"
@@ -312,6 +329,15 @@ class SlashCommands:
     def _origin(self, field: str) -> str:
         return self.origins.get(field, parameters.BUILT_IN)
 
+    def _context(self) -> str:
+        used, size = self._chat.tokens(), self._chat.engine.max_length
+        turns = sum(message["role"] == "user" for message in self._chat.messages)
+        held = len(self._chat.engine.ids)
+        return (
+            f"{turns} turn{'' if turns == 1 else 's'}, {used:,} of {size:,} tokens ({100 * used // size} %); "
+            f"{held:,} are computed"
+        )
+
     def _show(self, rest: str) -> str:
         if rest == "parameters":
             return self._parameters()
@@ -320,6 +346,10 @@ class SlashCommands:
         if rest == "memory":
             memory = self.about.memory
             return memory if isinstance(memory, str) else memory()
+        if rest == "template":
+            return visible(self._chat.template.source)
+        if rest == "context":
+            return self._context()
         if rest in ("", "info"):
             return self.about.info
         raise UsageError(f"there is nothing called {one_line(rest)!r} to show.", f"there are {', '.join(SHOWN)}.")

@@ -29,6 +29,8 @@ class ConversationCommands:
             self._autosave.save()
             return f"saved as {before}; it saves itself after every turn"
         copy = self._autosave.rename(rest)
+        if not before and not self._chat.messages:
+            return f"it will be saved as {rest}, from its first message on"
         return f"goes on as {rest}; {before} stays as it is" if copy else f"saved as {rest}"
 
     def load(self, rest: str) -> tuple[str, str]:

@@ -5,6 +5,8 @@ for it, completer.py and keys.py need prompt_toolkit too.
 """
 
 import os
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,10 +19,10 @@ from prompt_toolkit.application import run_in_terminal
 from prompt_toolkit.filters import is_searching
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
+from prompt_toolkit.input.typeahead import clear_typeahead, get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
-from prompt_toolkit.shortcuts import create_confirm_session
 from rich.console import Console
 from rich.text import Text
 
@@ -65,6 +67,7 @@ class Repl:
         self._given_back = ""  # what the next prompt begins with: a message whose turn was interrupted, for example
         self._typed: dict[str, str] = {}  # messages with attached files, as they were typed
         self._folded = False  # thoughts are
+        self._replacing = False  # the next message replaces the last turn
         self._fill = context_room.FillNotice()
 
     def run(self, banner: str, unanswered: str = "") -> int:
@@ -72,14 +75,16 @@ class Repl:
 
         `unanswered` is a message to begin with on the line.
         """
-        self._session = prompt_session(self._history, on_fold=self._fold)
+        self._session = prompt_session(self._history, on_fold=self._fold, on_clear=self._keep_turn)
         self._say(banner)
         self._given_back = slash.escaped(unanswered)
         hinted = -LEAVE_SECONDS
         while True:
+            draft, self._given_back = self._given_back, ""
             try:
-                text = self._session.prompt(">>> ", default=self._given_back)
+                text = self._session.prompt(">>> ", default=draft)
             except KeyboardInterrupt:
+                self._replacing = False
                 if time.monotonic() - hinted < LEAVE_SECONDS:
                     return 130
                 hinted = time.monotonic()
@@ -87,7 +92,6 @@ class Repl:
                 continue
             except EOFError:
                 return 0
-            self._given_back = ""
             stays = self._handle(text)
             self._save()
             if not stays:
@@ -98,8 +102,9 @@ class Repl:
         text = unquoted(text)
         if not text.strip():
             return True
+        replacing, self._replacing = self._replacing, False
         if not slash.is_command(text):
-            self._send(slash.unescaped(text))
+            self._send(slash.unescaped(text), replacing=replacing)
             return True
         try:
             result = self._commands.run(text)
@@ -121,13 +126,20 @@ class Repl:
             self._copy(action)
         elif isinstance(action, slash.ChangeModel):
             self._change_model(action.name)
+        elif isinstance(action, slash.Verbose):
+            self._look = replace(self._look, verbose=action.on)
+            self._say(f"figures are {'shown' if action.on else 'not shown'} below each reply")
         else:
+            self._replacing = action.replaces
             if action.said:
                 self._say(action.said)
             self._given_back = slash.escaped(self._typed.get(action.text, action.text))
 
-    def _send(self, typed: str) -> None:
-        """Answer a message; the files that it names go with it, and their tokens are told before."""
+    def _send(self, typed: str, *, replacing: bool) -> None:
+        """Answer a message, perhaps in place of the last turn; the files that it names go with it.
+
+        Their tokens are told before.
+        """
         try:
             text, files = attachments.attach(typed, self._chat.tokenizer, self._chat.engine.max_length)
         except (UserError, OSError) as error:
@@ -136,9 +148,14 @@ class Repl:
             return
         for file in files:
             self._say(str(file))
+        for name in attachments.missed(typed):
+            self._say(f"@{name} is no file here, so it is sent as text")
         if files:
             self._typed[text] = typed
-        self._answer(text)
+        if replacing:
+            self._retry(slash.Retry(text, self._chat.undo()))
+        else:
+            self._answer(text)
 
     def _retry(self, retry: slash.Retry) -> None:
         """Answer a message anew; the turn that was taken back for it returns if no new one stays."""
@@ -175,6 +192,8 @@ class Repl:
             kept = "\n(the message was not kept: Up brings it back)" if asked is not None else ""
             self._say(f"{failure_of(error)}{kept}")
             return False
+        if reply.interrupted:
+            self._hold_typeahead()
         self._after(reply)
         if reply.last is not None and reply.last.finish_reason == "context" and self._make_room(None, ""):
             return self._turn(self._chat.resume, None)
@@ -202,13 +221,35 @@ class Repl:
             self._say(refusal or "the context is full, and there is no older turn to drop: /clear begins anew")
             return False
         self._say(str(offer))
-        if not confirmed("drop them and go on?"):
+        if not self._confirmed("drop them and go on?"):
             self._say(
                 "nothing was dropped" if asked is None else "nothing was dropped, the message is on the line again"
             )
             return False
         self._chat.drop(len(offer.turns))
         return True
+
+    def _confirmed(self, question: str) -> bool:
+        """Ask for a "y" and Enter; everything else is a no. What was typed ahead was not meant for this."""
+        self._drop_typeahead()
+        try:
+            answer: str = PromptSession[str]().prompt(f"{question} (y and Enter, or Enter alone) ")
+        except (KeyboardInterrupt, EOFError):
+            return False
+        return answer.strip().lower() in ("y", "yes")
+
+    def _hold_typeahead(self) -> None:
+        """After Ctrl-C nothing typed before is sent by itself, nor ends the chat; its text stays on the line."""
+        if self._session is not None:
+            ahead = get_typeahead(self._session.app.input)
+            sending = (Keys.ControlM, Keys.ControlJ, Keys.ControlD)
+            store_typeahead(self._session.app.input, [press for press in ahead if press.key not in sending])
+
+    def _drop_typeahead(self) -> None:
+        if self._session is not None:
+            clear_typeahead(self._session.app.input)
+            if sys.stdin.isatty():
+                termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
     def _save(self) -> None:
         """Keep the saved conversation up to date, and tell once if that cannot be done."""
@@ -230,6 +271,10 @@ class Repl:
 
         actions = {Keys.ControlT: fold, Keys.ControlN: self._chat.answer_now, Keys.ControlL: printer.clear}
         return ReplyKeys(actions, self._session.app.input)
+
+    def _keep_turn(self) -> None:
+        """Ctrl-C on a text that /edit put there: never mind."""
+        self._replacing = False
 
     def _fold(self) -> None:
         """Ctrl-T at the prompt: fold the thoughts to come, or show them again, the last one at once."""
@@ -295,6 +340,7 @@ def prompt_session(
     history: History,
     *,
     on_fold: Callable[[], None] | None = None,
+    on_clear: Callable[[], None] | None = None,
     input: Input | None = None,
     output: Output | None = None,
 ) -> PromptSession[str]:
@@ -302,7 +348,7 @@ def prompt_session(
     not given."""
     return PromptSession(
         history=history,
-        key_bindings=key_bindings(on_fold),
+        key_bindings=key_bindings(on_fold, on_clear),
         multiline=True,
         prompt_continuation="... ",
         completer=ChatCompleter(),
@@ -315,15 +361,7 @@ def prompt_session(
     )
 
 
-def confirmed(question: str) -> bool:
-    """Ask for y or n; Ctrl-C and Ctrl-D are a no."""
-    try:
-        return create_confirm_session(question).prompt()
-    except (KeyboardInterrupt, EOFError):
-        return False
-
-
-def key_bindings(on_fold: Callable[[], None] | None = None) -> KeyBindings:
+def key_bindings(on_fold: Callable[[], None] | None = None, on_clear: Callable[[], None] | None = None) -> KeyBindings:
     """Enter sends, the new-line keys, the editor, folding, and what Ctrl-C does at the prompt."""
     keys = KeyBindings()
 
@@ -348,6 +386,8 @@ def key_bindings(on_fold: Callable[[], None] | None = None) -> KeyBindings:
     def _ctrl_c(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()
+            if on_clear is not None:
+                on_clear()
         else:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
 

@@ -87,3 +87,11 @@ def test_what_is_typed_for_a_file(name: str, tiny_tokenizer: Tokenizer, folder: 
         (folder / name).write_text("x")
     if not name.startswith("~"):
         assert len(attachments.attach(f"see {attachments.reference(name)}", tiny_tokenizer, 100)[1]) == 1
+
+
+def test_words_that_look_like_a_file_and_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    message = 'see @a.txt, @b.txt, @folder and @"my notes.txt"; ask @anna, use @dataclass(frozen=True) and @/dev/null'
+    assert attachments.missed(message) == ["b.txt", "folder", "my notes.txt", "/dev/null"]

@@ -236,3 +236,19 @@ def test_keys_that_are_typed_while_it_loads_are_the_first_message(
     window.wait_for(lambda text: text.endswith(">>> hi"))
     os.kill(window.process.pid, signal.SIGTERM)
     assert window.end() == 143
+
+
+def test_lines_typed_ahead_are_not_sent_after_ctrl_c(terminal: Callable[..., Any], scripted: Scripted) -> None:
+    window = terminal("run", scripted("abcdefgh", loop=True), rows=60)
+    window.wait_for(prompts(1))
+    window.send("go on\r")
+    window.wait_for("abcdefghabcdefgh")
+    window.send("line one\rline two\r\x04")
+    time.sleep(0.5)  # they arrive as keys of the reply
+    window.send(CTRL_C)
+    screen = window.wait_for(lambda text: text.endswith("line oneline two"))
+    assert screen.count("\n>>>") == 2  # nothing of it was sent, and the chat goes on
+    window.send(CTRL_C + "/show template\r")
+    window.wait_for("{%")
+    window.send("/show context\r")
+    window.wait_for("1 turn, ")

@@ -61,6 +61,8 @@ def test_an_arrow_key_does_not_stop_it_and_what_is_typed_ahead_is_the_next_messa
     assert "interrupted" not in window.text
     assert "/show" not in window.text
     window.send(ESCAPE)
+    window.wait_for(lambda text: text.endswith(">>> /show system"))  # a reply that was stopped sends nothing by itself
+    window.send("\r")
     window.wait_for("there is no system prompt")
 
 

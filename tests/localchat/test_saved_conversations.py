@@ -130,8 +130,16 @@ def test_changes_of_the_past_are_in_the_file(
     assert texts() == ["one", "abc"]
     window.send("/edit\r")
     window.wait_for(lambda text: text.endswith(">>> one"))
+    window.send(CTRL_C)
+    window.wait_for(lambda text: text.endswith(">>>"))
+    assert texts() == ["one", "abc"]  # never mind
+    say(window, "two")
+    assert texts() == ["one", "abc", "two", "abc"]
+    window.send("/edit\r")
+    window.wait_for(lambda text: text.endswith(">>> two"))
     say(window, " more")
-    assert texts() == ["one more", "abc"]
+    assert texts() == ["one", "abc", "two more", "abc"]
+    say(window, "/undo")
     assert "nothing to continue" in say(window, "/continue")
     assert say(window, "/clear").strip().startswith("/clear\ncleared\n")
     assert texts() == []
@@ -186,7 +194,7 @@ def test_two_processes(
         assert second.stderr.decode() == (
             "localchat: error: the conversation mine is open in another process.\nclose it there first.\n"
         )
-    third = command("sessions", "rm", "mine")
+    third = command("sessions", "rm", "mine", "-y")
     assert (third.returncode, third.stdout) == (1, b"")
     assert b"open in another process" in third.stderr
     say(window, "two")
@@ -195,7 +203,7 @@ def test_two_processes(
     assert window.end() == 0
     assert command("run", model, "--session", "mine", "three").stdout == b"abc\n"
     assert json.loads(command("sessions", "--json").stdout)[0]["turns"] == 3
-    done = command("sessions", "rm", "mine")
+    done = command("sessions", "rm", "mine", "-y")
     assert (done.returncode, done.stderr) == (0, b"removed mine\n")
     assert command("sessions", "list").stdout == b"there are no saved conversations\n"
 
@@ -230,18 +238,18 @@ def test_a_full_context_is_the_user_s_choice(chat: Callable[..., Any], scripted:
     assert re.search(r"the context is 8\d % full \(\d+ of 200 tokens\): when it is full you choose", screen)
     (path,) = files(_private_home)
     before = path.read_text()
-    window.send("question " + "x" * 40 + "\r")
-    window.wait_for("drop them and go on? (y/n)")
+    window.send("question " + "x" * 40 + "\ry\r")  # what is typed ahead is no answer to what nobody has read yet
+    window.wait_for("drop them and go on? (y and Enter")
     counts = re.search(r"the conversation has (\d+) tokens and the context holds 200 with the answer", window.text)
     assert counts and int(counts[1]) >= 200
     assert re.search(r"by dropping the \d oldest turns:\n  'question 0': \d+ tokens\n  'question 1': ", window.text)
-    window.send("n")
+    window.send("n\r")
     window.wait_for("nothing was dropped, the message is on the line again")
     window.wait_for(lambda text: text.endswith(">>> question " + "x" * 40))
     assert path.read_text() == before
     window.send("\r")
-    window.wait_for(lambda text: text.count("(y/n)") == 2)
-    window.send("y")
+    window.wait_for(lambda text: text.count("(y and Enter") == 2)
+    window.send("y\r")
     window.wait_for(lambda text: text.endswith(">>>") and text.count("tok/s") + text.count("ttft") > 5)
     last = json.loads(path.read_text().splitlines()[-1])
     assert [message["content"] for message in last["add"]] == ["question " + "x" * 40, "abc"]
@@ -253,10 +261,10 @@ def test_an_answer_at_the_end_of_the_context(chat: Callable[..., Any], scripted:
     say(window, "first question")
     say(window, "/set max_tokens -1")
     window.send("second\r")
-    window.wait_for("drop them and go on? (y/n)")
+    window.wait_for("drop them and go on? (y and Enter")
     assert "'first question': " in window.text
     assert "the context is full" in window.text
-    window.send("y")
+    window.send("y\r")
     window.wait_for("the context is full, and there is no older turn to drop: /clear begins anew\n>>>")
     assert "nothing to continue" not in window.text
 

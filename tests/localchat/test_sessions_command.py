@@ -72,7 +72,8 @@ def test_exported(sessions: Callable[..., Any], tmp_path: Path) -> None:
         (("show", "mine", "other"), "got 2"),
         (("show", "other"), "no saved conversation 'other'"),
         (("rm",), "needs the name"),
-        (("rm", "../mine"), "cannot name a conversation"),
+        (("rm", "../mine", "-y"), "cannot name a conversation"),
+        (("rm", "mine"), "nobody is there to be asked"),
         (("list", "mine"), "takes no name"),
         (("list", "-o", "x"), "-o is where"),
         (("shwo",), "shwo"),
@@ -86,5 +87,5 @@ def test_refused(sessions: Callable[..., Any], words: tuple[str, ...], sentence:
 
 
 def test_removed(sessions: Callable[..., Any]) -> None:
-    assert sessions("rm", "mine", "--json") == (0, '{"removed": ["mine"]}\n', "removed mine\n")
+    assert sessions("rm", "mine", "--json", "-y") == (0, '{"removed": ["mine"]}\n', "removed mine\n")
     assert conversations.names() == []

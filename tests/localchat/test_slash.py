@@ -81,8 +81,14 @@ def test_retry_and_edit_take_the_last_turn_back(commands: slash.SlashCommands, c
     chat.messages += TURNS
     assert commands.run("/retry") == slash.Retry("/c", TURNS[4:])
     assert commands.run("/regen") == slash.Retry("b", TURNS[2:4])
-    assert commands.run("/edit") == slash.Edit("a")
-    assert chat.messages == []
+    assert commands.run("/edit") == slash.Edit("a", replaces=True)
+    assert chat.messages == TURNS[:2]  # until the edited message is sent
+
+
+def test_what_can_be_shown_and_switched(commands: slash.SlashCommands) -> None:
+    assert commands.run(" /set verbose") == slash.Verbose(True)
+    assert commands.run("/set quiet") == commands.run("/set verbose off") == slash.Verbose(False)
+    assert commands.run("/set think off") == "the model is asked not to think"
 
 
 def test_thinking_is_asked_for_and_shown(commands: slash.SlashCommands, chat: Chat) -> None:
@@ -107,7 +113,7 @@ def test_thinking_is_asked_for_and_shown(commands: slash.SlashCommands, chat: Ch
         ("/set temp 1e9", "temperature is 1000000000.0, it must be", ""),
         ("/set top_k 1.5", "top_k is '1.5', wanted a whole number.", ""),
         ("/set tempp 1", "there is no parameter 'tempp'.", "did you mean temp?"),
-        ("/show nothing", "there is nothing called 'nothing' to show.", "info, parameters, system, memory"),
+        ("/show nothing", "there is nothing called 'nothing' to show.", "info, parameters, system, template, memory"),
     ],
 )
 def test_what_is_not_understood_changes_nothing(
