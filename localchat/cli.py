@@ -76,6 +76,7 @@ def _add_settings(args: argparse.Namespace) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    os.environ["TERM"] = os.environ.get("TERM") or "dumb"  # a terminal that does not say what it is gets no escapes
     from localchat.prepare import packed_folder
     from localchat.prompt_input import read_file, read_prompt
     from localchat.saved import open_saved, settings_of

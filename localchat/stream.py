@@ -236,7 +236,7 @@ class TerminalPrinter:
         """The dim line that stays."""
         if reply.last is not None:
             line = Text(closing_line(reply, self._look.device, self._look.limit), style="dim")
-            self._console.print(line, soft_wrap=True)
+            self._console.print(line)  # wrapped at blanks
 
     def fold(self) -> None:
         """Fold thoughts from here on, or show them again; what was folded of this one comes first."""

@@ -320,7 +320,7 @@ class Repl:
             self._say(opened.banner)
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(visible(text)), soft_wrap=True)
+        self._console.print(Text(visible(text)))  # wrapped at blanks
 
 
 def unquoted(text: str) -> str:

@@ -95,7 +95,7 @@ def test_terminal_prints_each_row_once() -> None:
     lines = [f"line {i} of the reply" for i in range(40)]
     screen, _ = shown(*(character for line in lines for character in line + "\n"))
     assert screen.split("\n")[:-2] == lines
-    assert screen.split("\n")[-2] == "829.0 tok/s - ttft 0.20 s - 830 tok - ct"
+    assert screen.split("\n")[-2] == "829.0 tok/s - ttft 0.20 s - 830 tok -"
 
 
 def test_terminal_long_line_is_wrapped_at_words_and_never_lost() -> None:

@@ -316,8 +316,9 @@ def test_one_answer_on_a_terminal(terminal: Callable[..., Any], scripted: Script
     assert re.search(r"^Helo\n[\d.]+ tok/s - ttft", window.text, re.MULTILINE)
 
 
-def test_a_dumb_terminal_gets_no_escapes(terminal: Callable[..., Any], scripted: Scripted) -> None:
-    window = terminal("run", scripted("Helo"), "hi", TERM="dumb")
+@pytest.mark.parametrize("kind", ["dumb", ""])
+def test_a_dumb_terminal_gets_no_escapes(terminal: Callable[..., Any], scripted: Scripted, kind: str) -> None:
+    window = terminal("run", scripted("Helo"), "hi", TERM=kind)
     assert window.end() == 0
     assert b"\x1b" not in window.raw
     assert re.search(r"^Helo\n\[[\d.]+ tok/s - ttft", window.text, re.MULTILINE)
