@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from localchat import __version__, flags, parameters
+from localchat import __version__, flags, parameters, registry
 from localchat.errors import UsageError
 from localchat.text_safety import one_line
 
@@ -169,6 +169,8 @@ def parse_command_line(words: Sequence[str]) -> argparse.Namespace:
         harmless = [name for name in (*COMMANDS, *ALIASES) if name != "rm"]  # not what a slip should lead to
         near = difflib.get_close_matches(words[0], harmless, n=1)
         hint = f"did you mean `localchat {near[0]}`?" if near else "`localchat --help` lists the commands."
+        if not near and (registry.lookup(words[0]) or "/" in words[0] or words[0].endswith(".gguf")):
+            hint = f"did you mean `localchat run {one_line(words[0])}`?"
         raise UsageError(f"there is no command {one_line(words[0])!r}.", hint)
     return parser_for(command).parse(words[1:])
 

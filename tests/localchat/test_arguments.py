@@ -92,6 +92,8 @@ def test_quantize() -> None:
     ("words", "sentence", "hint"),
     [
         (["rum"], "there is no command 'rum'.", "did you mean `localchat run`?"),
+        (["qwen3-8b"], "there is no command 'qwen3-8b'.", "did you mean `localchat run qwen3-8b`?"),
+        (["a/b"], "there is no command 'a/b'.", "did you mean `localchat run a/b`?"),
         (["run", "m", "--tempp", "1"], "there is no flag '--tempp'", "did you mean --temp?"),
         (["run", "m", "--tempp=1"], "there is no flag '--tempp'", "did you mean --temp?"),
         (["run", "m", "--top-p", "2"], "top_p is 2.0, it must be between 0 and 1.", ""),
