@@ -172,9 +172,9 @@ def answer(opened: Opened, prompt: str, saved: Saved) -> int:
 
 def converse(opened: Opened, args: argparse.Namespace, saved: Saved) -> int:
     """The chat at the terminal, until the user leaves it. `args` are the flags, without a conversation's settings."""
-    from localchat import terminal
+    from localchat import line_editor, terminal
 
-    history, notice = terminal.open_history()
+    history, notice = line_editor.open_history()
     if notice:
         say(notice)
     chat, (autosave, conversation) = opened.chat, saved

@@ -18,7 +18,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from localchat import slash
+from localchat import line_editor, slash
 from localchat import terminal as room
 from localchat.chat import Chat
 from localchat.sampling import Sampling
@@ -33,7 +33,7 @@ def entered(keys: str) -> str:
     """The message that these keys send."""
     with create_pipe_input() as pipe:
         pipe.send_text(keys)
-        return room.prompt_session(InMemoryHistory(), input=pipe, output=DummyOutput()).prompt(">>> ")
+        return line_editor.prompt_session(InMemoryHistory(), input=pipe, output=DummyOutput()).prompt(">>> ")
 
 
 @pytest.mark.parametrize(
@@ -64,30 +64,30 @@ def test_keys_on_an_empty_line(keys: str, error: type[BaseException]) -> None:
     ("text", "message"), [('"""a\nb\n"""', "a\nb"), ('""" a """', " a "), ('a """b"""', 'a """b"""'), ('"""', '"""')]
 )
 def test_unquoted(text: str, message: str) -> None:
-    assert room.unquoted(text) == message
+    assert line_editor.unquoted(text) == message
 
 
 def test_history_is_readable_by_its_owner_alone(_private_home: Path) -> None:
-    history, notice = room.open_history()
+    history, notice = line_editor.open_history()
     history.append_string("two\nlines")
     path = _private_home / ".local/state/localchat/history"
     assert notice == ""
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert list(room.open_history()[0].load_history_strings()) == ["two\nlines"]
+    assert list(line_editor.open_history()[0].load_history_strings()) == ["two\nlines"]
 
 
 def test_history_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    history, notice = room.open_history()
+    history, notice = line_editor.open_history()
     assert isinstance(history, InMemoryHistory)
     assert "Not a directory" in notice
 
 
 def test_history_can_be_switched_off(_private_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALCHAT_HISTORY", "off")
-    history, notice = room.open_history()
+    history, notice = line_editor.open_history()
     history.append_string("secret")
     assert notice == ""
     assert not list(_private_home.rglob("history"))
@@ -97,7 +97,7 @@ def test_ctrl_r_searches_messages_of_several_lines() -> None:
     history = InMemoryHistory(["first\nneedle here", "other"])
     with create_pipe_input() as pipe:
         pipe.send_text(f"{CTRL_R}need\r more\r")
-        found = room.prompt_session(history, input=pipe, output=DummyOutput()).prompt(">>> ")
+        found = line_editor.prompt_session(history, input=pipe, output=DummyOutput()).prompt(">>> ")
     assert sorted(found.replace("needle here", "").split()) == ["first", "more"]
     assert "\n" in found
 
@@ -111,7 +111,7 @@ def test_ctrl_g_opens_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("EDITOR", str(editor))
     with create_pipe_input() as pipe:
         pipe.send_text("draft\x07")
-        session = room.prompt_session(InMemoryHistory(), input=pipe, output=DummyOutput())
+        session = line_editor.prompt_session(InMemoryHistory(), input=pipe, output=DummyOutput())
 
         def send_when_edited() -> None:
             while not (tmp_path / "before").exists() or session.default_buffer.text != "two\nlines":
@@ -129,7 +129,7 @@ def test_ctrl_t_is_told() -> None:
     pressed = []
     with create_pipe_input() as pipe:
         pipe.send_text("a\x14b\r")
-        session = room.prompt_session(
+        session = line_editor.prompt_session(
             InMemoryHistory(), on_fold=lambda: pressed.append(1), input=pipe, output=DummyOutput()
         )
         assert session.prompt(">>> ") == "ab"
