@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
 
+from localchat import interrupts
 from localchat.arguments import COMPLETE, parse_command_line
 from localchat.errors import UsageError
 from localchat.failures import failure_of
@@ -94,9 +95,10 @@ def _chat(args: argparse.Namespace) -> int:
     saved = open_saved(args)  # before anything is downloaded
     try:
         folder = packed_folder(args.model, offline=args.offline, yes=args.yes)
-        from localchat import session
-
-        opened = session.open_chat(folder, settings_of(args, saved[1]))
+        with interrupts.none_lost(at_once=False):  # it imports torch
+            from localchat import session
+        with interrupts.none_lost():
+            opened = session.open_chat(folder, settings_of(args, saved[1]))
         return session.converse(opened, args, saved) if prompt is None else session.answer(opened, prompt, saved)
     finally:
         saved[0].close()

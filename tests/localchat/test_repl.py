@@ -129,7 +129,7 @@ def test_ctrl_c_while_the_model_is_loaded(terminal: Callable[..., Any], scripted
     window.send(CTRL_C)
     started = time.monotonic()
     code = window.end()
-    assert code in ((130, -signal.SIGINT) if after < 0.2 else (130,))  # before Python can say anything
+    assert code in (130, -signal.SIGINT)  # a shell says 130 of both; Python ends by the signal where it was half way in
     assert time.monotonic() - started < 2.5
     assert "Traceback" not in window.text or after < 0.2
     assert window.raw.rfind(b"\x1b[?25l") <= window.raw.rfind(b"\x1b[?25h")
