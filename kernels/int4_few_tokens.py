@@ -106,12 +106,11 @@ def _add_raw(
 ):  # fmt: skip
     """acc plus a tile, or what x has of it, with the group's scale."""
     w_up, w_low, s_up, s_low, m_up, m_low = fetched
-    y = raw_product(w_up, w_low, x0, x1, x2, x3, even, odd, PARTS, USE_PTX)
     lower = (tl.arange(0, 16) % 4 >= 2)[None, :]
-    acc += y * tl.where(lower, s_low.to(tl.float32), s_up.to(tl.float32))
     if HAS_MIN:
         acc += total * tl.where(lower, m_low.to(tl.float32), m_up.to(tl.float32))
-    return acc
+    y = raw_product(w_up, w_low, x0, x1, x2, x3, even, odd, PARTS, USE_PTX)
+    return acc + y * tl.where(lower, s_low.to(tl.float32), s_up.to(tl.float32))
 
 
 @triton.jit

@@ -42,9 +42,12 @@ class Fragments(NamedTuple):
     stages: int
 
 
-def settings_for(tokens: int, n: int, k: int) -> Vector | Fragments:
-    """Which kernel serves 1 to 8 tokens, and how it is launched. Not measured yet."""
-    return Fragments(tiles=2 if n >= 32768 else 1, parts=8 if k >= 16384 else 4, stages=1)
+def settings_for(tokens: int, n: int, k: int, has_min: bool) -> Vector | Fragments:
+    """Which kernel serves 1 to 8 tokens, and how it is launched. Not measured yet.
+
+    With a minimum two blocks a program do not fit into the registers that the compiler wants to use on sm_120.
+    """
+    return Fragments(tiles=2 if n >= 32768 and not has_min else 1, parts=8 if k >= 16384 else 4, stages=1)
 
 
 def vector_settings(n: int, k: int) -> Vector:
@@ -210,7 +213,7 @@ def int4_matmul(
         "WHOLE": k % 128 == 0,
     }
     if settings is None and tokens <= FEW_TOKENS:
-        settings = settings_for(tokens, n, k)
+        settings = settings_for(tokens, n, k, mins is not None)
     if settings is not None:
         if tokens > (1 if isinstance(settings, Vector) else FEW_TOKENS):
             raise ValueError(f"int4_matmul: got {tokens} tokens for {settings}, wanted 1, or up to {FEW_TOKENS}")

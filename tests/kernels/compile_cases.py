@@ -255,14 +255,15 @@ def _few_tokens_cases() -> list[Case]:
         (128, False, 55296, 5120, "fp16", 8, None),
         (128, False, 5120, 27648, "fp16", 1, None),
         (128, True, 5120, 5120, "fp16", 1, None),
-        (128, True, 5120, 5120, "fp16", 8, Fragments(2, 4, 3)),
+        (128, True, 55296, 5120, "fp16", 8, None),
+        (128, False, 5120, 5120, "fp16", 8, Fragments(2, 4, 3)),
         (128, False, 1152, 896, "fp16", 1, None),
         (64, False, 9728, 896, "fp16", 1, None),
         (32, True, 3072, 576, "fp16", 8, None),
         (32, True, 3072, 1536, "fp16", 1, Fragments(2, 4, 3)),
         (32, True, 3072, 576, "fp32", 8, Fragments(1, 4, 1)),
     ):
-        chosen = settings or int4_matmul.settings_for(tokens, n, k)
+        chosen = settings or int4_matmul.settings_for(tokens, n, k, has_min)
         if not isinstance(chosen, Fragments):
             continue
         tiles, parts, stages = chosen
