@@ -219,8 +219,7 @@ def int4_matmul(
             raise ValueError(f"int4_matmul: got {tokens} tokens for {settings}, wanted 1, or up to {FEW_TOKENS}")
         launch: dict[str, Any] = {**flags, "USE_PTX": x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x)}
         if isinstance(settings, Vector):
-            grid = (triton.cdiv(n, settings.rows),)
-            int4_gemv_kernel[grid](
+            int4_gemv_kernel[(triton.cdiv(n, settings.rows),)](
                 x, row_scale, *stored, y, n, k // 32,
                 **launch, ROWS=settings.rows, WORDS=settings.words, num_warps=settings.warps,
             )  # fmt: skip
