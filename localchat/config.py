@@ -18,7 +18,8 @@ _MOST_LAYERS = 1000  # more is a damaged file, not a model
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5")
 # The same language model under the name it has without its multimodal wrapper.
 _TEXT_MODELS = {"qwen3_5_text": "qwen3_5"}
-GROUP_SIZES = (32, 64, 128)  # as in kernels/int4_packing.py (which imports torch)
+GROUP_SIZES = (32, 64, 128)  # both as in kernels/int4_packing.py (which imports torch)
+TILE_ROWS = 16
 
 # Families people will try, with what to say of them. Everything else is "not one of ...".
 _KNOWN_UNSUPPORTED = {

@@ -118,7 +118,7 @@ class CudaOps(ReferenceOps):
         """The matrix in bf16 [N, K], in scratch that all share: it grows to the largest one that a prefill needs."""
         if linear.bits == 16:
             return linear.weight
-        n, k = linear.weight.shape if linear.bits == 8 else (linear.qweight.shape[0], linear.qweight.shape[1] * 8)
+        n, k = linear.weight.shape if linear.bits == 8 else (linear.scales.shape[0], linear.qweight.shape[1] * 8)
         if n * k > self._scratch.numel():
             self._scratch = torch.empty(n * k, dtype=torch.bfloat16, device=self._scratch.device)
         out = self._scratch[: n * k].view(n, k)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from localchat.cache import KVCache
 from localchat.config import ModelConfig, TensorFormat
+from localchat.kernels.int4_packing import padded_rows
 from localchat.ops import ReferenceOps
 from localchat.rope import Rotary, inverse_frequencies
 
@@ -30,7 +31,7 @@ class Linear(nn.Module):
         self.bits, self.group_size = fmt.bits, fmt.group_size
         if fmt.bits == 4:
             groups = k // fmt.group_size
-            self.register_buffer("qweight", torch.empty(n, k // 8, dtype=torch.int32))
+            self.register_buffer("qweight", torch.empty(padded_rows(n), k // 8, dtype=torch.int32))
             self.register_buffer("scales", torch.empty(n, groups, dtype=torch.float16))
             self.register_buffer("mins", None if fmt.symmetric else torch.empty(n, groups, dtype=torch.float16))
         else:

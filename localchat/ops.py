@@ -152,8 +152,8 @@ class CpuOps(ReferenceOps):
 
     def prepare(self, linear: "Linear") -> None:
         super().prepare(linear)
-        if linear.bits == 4 and linear.qweight.shape[0] % 16 == 0:
-            codes = int4_packing.unpack(linear.qweight, linear.group_size).to(torch.int32)
+        if linear.bits == 4 and linear.scales.shape[0] % 16 == 0:
+            codes = int4_packing.unpack(linear.qweight, linear.group_size, linear.scales.shape[0]).to(torch.int32)
             linear.cpu_qweight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 8)
             # The kernel computes scale * (q - 8) + zero. [K/G, N, 2]
             scales = linear.scales.float()

@@ -158,7 +158,10 @@ def _pack_matrix(
         parts.append(_pack_part(w, matrix.format, energy, search, source.grid(f"{part}.weight"), pool))
         del w
     for kind in list(parts[0]):
-        yield kind, _stack([part.pop(kind) for part in parts])
+        if kind == "codes":  # words of rows that are no multiple of a tile's could not be stacked
+            yield "qweight", pack(_stack([part.pop(kind) for part in parts]), matrix.format.group_size)
+        else:
+            yield kind, _stack([part.pop(kind) for part in parts])
     if matrix.bias:
         yield "bias", _stack([read_finite(source, f"{part}.bias") for part in matrix.parts])
 
@@ -172,7 +175,7 @@ def _pack_part(
         codes, scales = quantize_int8_rows(w, pool)
         return {"weight": codes, "scales": scales}
     codes, scales, mins = quantize_int4(w, format_.group_size, format_.symmetric, energy, search, grid, pool)
-    tensors = {"qweight": pack(codes, codes.shape[1] // scales.shape[1]), "scales": scales}
+    tensors = {"codes": codes, "scales": scales}
     return tensors if mins is None else {**tensors, "mins": mins}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat, flat_config
 from localchat.errors import UsageError
-from localchat.kernels.int4_packing import GROUP_SIZES, LAYOUT, VERSION, group_size_for
+from localchat.kernels.int4_packing import GROUP_SIZES, LAYOUT, VERSION, group_size_for, padded_rows
 from localchat.quantize.source import Source
 
 _ROWS8 = TensorFormat(8)
@@ -185,5 +185,5 @@ def upper_size(matrix: Matrix) -> int:
     """The most bytes a matrix takes in the packed folder (a little more in the rare case of fp32 scales)."""
     n, k = matrix.shape
     if matrix.format.bits == 4:
-        return n * k // 2 + n * (k // matrix.format.group_size) * (2 if matrix.format.symmetric else 4)
+        return padded_rows(n) * k // 2 + n * (k // matrix.format.group_size) * (2 if matrix.format.symmetric else 4)
     return n * k * (4 if matrix.format.bits == 16 else 1) + 4 * n

@@ -156,7 +156,7 @@ class TorchOps(ReferenceOps):
     def prepare(self, linear: Linear) -> None:
         if linear.bits == 4:
             n = linear.scales.shape[0]
-            codes = linear.qweight.view(torch.uint8).reshape(n, -1)  # random codes, so their order does not matter
+            codes = linear.qweight[:n].view(torch.uint8)  # random codes, so their order does not matter
             linear.cpu_qweight = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
             zeros = torch.zeros_like(linear.scales)
             linear.cpu_scales_zeros = torch.stack((linear.scales, zeros), -1).transpose(0, 1).bfloat16().contiguous()

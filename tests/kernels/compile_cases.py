@@ -2,8 +2,9 @@
 
 `CASES` is the registry: a new kernel adds its own lines. tests/kernels/test_compile.py reads it and runs this file in a
 process of its own (where TRITON_INTERPRET is set, `triton.jit` gives functions that cannot be compiled). Run as a
-script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers"} or
-{"error"}}.
+script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers",
+"fragments", "word_loads"} or {"error"}}. fragments: the layouts of what instructions for tensor cores in inline PTX
+take and give; word_loads: how a program loads what it reads only once.
 """
 
 import functools
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from localchat.kernels import attention, gated_delta_net, gated_delta_net_prefill, int4_matmul, int8_matmul
+from localchat.kernels.int4_matmul import Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
 
@@ -190,7 +192,7 @@ def _sampling_cases() -> list[Case]:
 
 
 def _product_cases() -> list[Case]:
-    """One token by the widths of gemv_settings, both formats and all groups; a few tokens; the matrix itself."""
+    """One token by vector_settings, both formats and all groups; more than 8 tokens; the matrix itself."""
     cases = []
     pointers = "*fp16 *fp32 *i32 *fp16 *fp16 *fp32 *fp32 *fp32"  # x, row scale, words, scales, mins, bias, residual, y
     for group, has_min, n, k in (
@@ -200,11 +202,11 @@ def _product_cases() -> list[Case]:
         (64, True, 896, 896),
         (32, True, 1536, 576),
     ):
-        flags = {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True}
-        rows, words, warps = int4_matmul.gemv_settings(n, k)
+        flags = {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
+        rows, words, warps = int4_matmul.vector_settings(n, k)
         name = f"{n} x {k} groups of {group}{' with min' if has_min else ''}"
         launch = {**flags, "ROWS": rows, "WORDS": words, "USE_PTX": True}
-        cases.append(Case(f"int4_gemv {name}", "int4_matmul._int4_gemv_kernel", f"{pointers} i32 i32", launch, warps))
+        cases.append(Case(f"int4_gemv {name}", "int4_gemv.int4_gemv_kernel", f"{pointers} i32:16 i32", launch, warps))
         if n not in (5120, 1536) or k == n == 5120:
             continue  # another set of flags or groups is what makes another kernel below
         cases += [
@@ -222,7 +224,7 @@ def _product_cases() -> list[Case]:
                 f"dequantize_int4 {name}",
                 "int4_matmul._dequantize_int4_kernel",
                 "*i32 *fp16 *fp16 *bf16 i32",
-                {"G8": group // 8, "HAS_MIN": has_min, "WORDS": 256},
+                {"G8": group // 8, "HAS_MIN": has_min, "WHOLE": k % 128 == 0, "WORDS": 256},
             )
         )
     pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True}
@@ -243,6 +245,42 @@ def _product_cases() -> list[Case]:
         ),
         Case("dequantize_int8", "int8_matmul._dequantize_int8_kernel", "*i8 *fp32 *bf16 i32", {"BLOCK_K": 2048}),
     ]
+
+
+def _few_tokens_cases() -> list[Case]:
+    """Both forms with and without a minimum, K with and without masks, one token and some; other settings."""
+    cases = []
+    for group, has_min, n, k, scales, tokens, settings in (
+        (128, False, 55296, 5120, "fp16", 1, None),
+        (128, False, 55296, 5120, "fp16", 8, None),
+        (128, False, 5120, 27648, "fp16", 1, None),
+        (128, True, 5120, 5120, "fp16", 1, None),
+        (128, True, 55296, 5120, "fp16", 8, None),
+        (128, False, 5120, 5120, "fp16", 8, Fragments(2, 4, 3)),
+        (128, False, 1152, 896, "fp16", 1, None),
+        (64, False, 9728, 896, "fp16", 1, None),
+        (32, True, 3072, 576, "fp16", 8, None),
+        (32, True, 3072, 1536, "fp16", 1, Fragments(2, 4, 3)),
+        (32, True, 3072, 576, "fp32", 8, Fragments(1, 4, 1)),
+    ):
+        chosen = settings or int4_matmul.settings_for(tokens, n, k, has_min)
+        if not isinstance(chosen, Fragments):
+            continue
+        tiles, parts, stages = chosen
+        name = f"{n} x {k} groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
+        launch = {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
+        launch |= {"RAW": group == 128 or scales == "fp32", "EVEN": k % (128 * parts) == 0, "USE_PTX": True}
+        launch |= {"TILES": tiles, "PARTS": parts, "STAGES": stages} | ({"T": 1} if tokens == 1 else {})
+        cases.append(
+            Case(
+                f"int4_few_tokens {name}, {tiles} tiles {parts} parts {stages} stages",
+                "int4_few_tokens.int4_few_tokens_kernel",
+                f"*fp16 *fp32 *i32 *{scales} *{scales} *fp32 *fp32 *fp32{' i32' * (tokens > 1)} i32:16 i32",
+                launch,
+                parts,
+            )
+        )
+    return cases
 
 
 @functools.cache
@@ -283,6 +321,7 @@ def cases() -> list[Case]:
             1,
         ),
         *_product_cases(),
+        *_few_tokens_cases(),
         *_attention_cases(),
         *_delta_net_cases(),
         *_sampling_cases(),
@@ -314,7 +353,27 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constexprs.items()}, attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return {"shared": compiled.metadata.shared, **_resource_usage(compiled.asm["cubin"])}
+    return {
+        "shared": compiled.metadata.shared,
+        "fragments": _fragments(compiled.asm["ttgir"]),
+        "word_loads": _word_loads(compiled.asm["ptx"]),
+        **_resource_usage(compiled.asm["cubin"]),
+    }
+
+
+def _fragments(ttgir: str) -> list[str]:
+    """Layouts of the operands and results of inline PTX with an mma."""
+    aliases = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    asm = [
+        line.split("pure = true}", 1)[1] for line in ttgir.splitlines() if "inline_asm" in line and "mma.sync" in line
+    ]
+    return sorted({aliases.get(name, name) for line in asm for name in re.findall(r"tensor<[^,>]+, (.*?)>", line)})
+
+
+def _word_loads(ptx: str) -> list[str]:
+    """Loads that are evicted first or asynchronous, without their registers."""
+    loads = re.findall(r"ld\.global\S*evict_first\S*|cp\.async\.c[ag][^;]*", ptx)
+    return sorted({re.sub(r"\[.*?\], |, %\w+", "", load) for load in loads})
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

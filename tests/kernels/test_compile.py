@@ -53,3 +53,22 @@ def test_compiles(report: dict[str, dict[str, Any]], case: str) -> None:
     assert "error" not in usage, usage["error"]
     assert usage["shared"] <= SHARED_KB[int(case.rsplit("sm_")[-1])] * 1024
     assert usage["stack"] == usage["local"] == 0
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("int4_few_tokens")])
+def test_fragments_lie_as_the_instruction_takes_them(report: dict[str, dict[str, Any]], case: str) -> None:
+    """The right answer depends on it, and Triton promises it nowhere: lane 4g + t has columns 4t..4t+3 of row g.
+
+    Its words come 16 bytes at a time, or a warp's loads would not be whole tiles.
+    """
+    (layout,) = report[case]["fragments"]
+    parts = int(case.split(" parts")[0].rsplit(maxsplit=1)[-1])
+    blocked = f"sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [{parts}, 1], order = [1, 0]"
+    warps = [[8 << i, 0] for i in range(parts.bit_length() - 1)]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    assert layout in (
+        f"#ttg.blocked<{{{blocked}}}>",
+        f"#ttg.linear<{{register = [[0, 1], [0, 2]], lane = {lanes}, warp = {warps}, block = []}}>",
+    )
+    assert report[case]["word_loads"]
+    assert all(".v4.b32" in load or " 0x10" in load for load in report[case]["word_loads"]), report[case]["word_loads"]

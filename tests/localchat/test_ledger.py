@@ -14,7 +14,17 @@ from localchat.cache import KVCache
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
 from localchat.cuda_ops import CudaOps
 from localchat.errors import BadCheckpoint
-from localchat.ledger import PREFILL_CHUNK, Ledger, kv_bytes_per_token, ledger, ledger_of_folder, state_bytes
+from localchat.ledger import (
+    PREFILL_CHUNK,
+    Ledger,
+    _matrices,
+    default_formats,
+    kv_bytes_per_token,
+    ledger,
+    ledger_of_folder,
+    state_bytes,
+)
+from localchat.model import Linear
 from localchat.ops import CpuOps
 from localchat.quantize.convert import _SMALL, convert
 from localchat.quantize.plan import Recipe, plan, upper_size
@@ -102,6 +112,16 @@ def test_recorded_formats_count() -> None:
     assert table["INT8 weights"] == 36 * 4096 * 12288
     assert table["unquantised weights"] == 4096 * 4096 * 2
     assert table["lm_head"] == 151936 * 4096 // 2 + 151936 * 4096 // 64 * 2
+
+
+def test_codes_take_whole_tiles_of_rows() -> None:
+    """As a Linear has them: gate_up has 2,008 rows of scales and 2,016 of codes."""
+    entry = replace(MODELS["qwen3-8b"], num_hidden_layers=1, hidden_size=2048, intermediate_size=1004)
+    formats = default_formats(entry)
+    with torch.device("meta"):
+        linears = [Linear(n, k, formats[name]) for name, n, k in _matrices(entry)]
+    stored = sum(linear.qweight.nbytes for linear in linears if linear.bits == 4)
+    assert rows(ledger(entry, 1))["INT4 weights"] == stored
 
 
 def test_largest_context() -> None:
