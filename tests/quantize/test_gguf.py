@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from localchat.config import ModelConfig
+from localchat.config import ModelConfig, TensorFormat
 from localchat.errors import BadCheckpoint, UserError
 from localchat.quantize.convert import Recipe, convert
 from localchat.quantize.gguf import canonical_name, open_gguf, unpermuted
@@ -174,11 +174,11 @@ def _with_raw_tensor(
     return make_gguf(config, weights, metadata=add, name=name)
 
 
-def test_coarse_grid(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+def test_kept_format(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
     config = config_of("qwen2")
     for kind, coarse in [(Type.Q4_0, True), (Type.Q4_1, True), (Type.Q8_0, False), (Type.F16, False)]:
         with open_gguf(make_gguf(config, weights_of(config), kind, name=f"{kind.name}.gguf")) as source:
-            assert source.coarse_grid == coarse
+            assert source.kept_format == (TensorFormat(4, 32, symmetric=False) if coarse else None)
 
 
 def test_canonical_name() -> None:
