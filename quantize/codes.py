@@ -18,8 +18,8 @@ from localchat.kernels.int4_packing import group_size_for
 
 # Weights that are turned into floats at a time.
 _BLOCK = 1 << 24
-# Where levels may move a little: so much of a step. A min in fp16 is off by 15 steps / 2^12 at most.
-_CLOSE = 1 / 256
+# Where levels may move a little: so much of a step. A min in fp16 is off by 15 steps / 2^11 at most.
+_CLOSE = 1 / 128
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Codes:
         """The tensors "codes", "scales" and, unless `symmetric`, "mins" [N, K/G] of groups of `group_size` inputs.
 
         None where the levels are not those of such groups, so that the matrix has to be rounded again. exact: every
-        weight stays what it is, to the last bit; otherwise mins may be rounded to fp16, 1/256 of a step.
+        weight stays what it is, to the last bit; otherwise mins may be rounded to fp16, 1/128 of a step.
         """
         columns = group_columns(self.group_of, group_size)
         if self.bits != 4 or columns is None:

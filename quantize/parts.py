@@ -99,8 +99,9 @@ class Parts:
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
-    """int32 [R, W] -> uint8 [R, 32 W / bits], the lowest bits of a word first (on little-endian machines); bits 4 or 8."""
-    packed = words.to(torch.int32).contiguous().view(torch.uint8)
+    """int32 [R, W] -> uint8 [R, 32 W / bits], the lowest bits of a word first; bits 4 or 8, a little-endian machine."""
+    rows, columns = words.shape
+    packed = words.to(torch.int32).flatten().view(torch.uint8).view(rows, 4 * columns)
     if bits == 8:
         return packed
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)

@@ -23,7 +23,7 @@ class Recipe:
     """How to store the matrices. keep: (regex, bits) pairs for matrix names such as "layers.0.mlp.down_proj"; bits 8 or
     16; the first that matches counts. max_shard_size in bytes. search: look for better scales than plain rounding's.
     exact: of a source that is 4 bit already every weight is kept to the last bit, with scales in fp32 where fp16 has no
-    room; otherwise in fp16, where mins may be off by 1/256 of a step.
+    room; otherwise in fp16, where mins may be off by 1/128 of a step.
     """
 
     group_size: int = 128
