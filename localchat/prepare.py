@@ -149,7 +149,7 @@ def what_happens(source: Path, title: str, recipe: "Recipe") -> str:
     from localchat.quantize.convert import what_is_lost
 
     lost = what_is_lost(source, recipe)
-    return f"packing {title}, once: it {lost}" if lost else ""
+    return f"packing {title}, once: {lost}" if lost else ""
 
 
 def run_conversion(source: Fetched, out: Path, recipe: "Recipe", *, overwrite: bool) -> None:

@@ -73,7 +73,7 @@ def default_recipe(source: Source | Path) -> Recipe:
 
 
 def what_is_lost(source: Path, recipe: Recipe) -> str:
-    """What `recipe` does to a checkpoint that is quantised already, as the rest of a sentence about it; else ""."""
+    """What `recipe` does to a checkpoint that is quantised already, as a clause; else ""."""
     with open_source(source) as opened:
         return opened.what_is_lost(recipe.group_size, recipe.symmetric)
 

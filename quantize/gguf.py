@@ -103,7 +103,7 @@ class GGUFSource(Source):
 
     def what_is_lost(self, group_size: int, symmetric: bool) -> str:
         """See Source.what_is_lost."""
-        return _what_is_lost(self._types, group_size, symmetric)
+        return what_is_lost(self._types, group_size, symmetric)
 
     def nbytes(self, name: str) -> int:
         """See Source.nbytes."""
@@ -205,17 +205,20 @@ def _grid_of(tensor: ReaderTensor) -> Grid | None:
     return torch.from_numpy(scales.reshape(len(blocks), -1)), torch.from_numpy(mins.reshape(len(blocks), -1))
 
 
-def _what_is_lost(types: Counter[GGMLQuantizationType], group_size: int, symmetric: bool) -> str:
-    """The rest of a sentence about a file whose matrices are of these types; "" where none is quantised."""
+def what_is_lost(types: Counter[GGMLQuantizationType], group_size: int, symmetric: bool) -> str:
+    """See Source.what_is_lost, of a file with matrices of these types."""
     quantised = [kind for kind, _ in types.most_common() if kind not in _UNQUANTISED]
-    kept = (GGMLQuantizationType.Q4_0,) if symmetric else (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)
-    lost = [kind.name for kind in quantised if group_size != 32 or kind not in kept]
+    grids = _GRIDS_OF_32[: 1 if symmetric else 3] if group_size == 32 else ()
+    lost = [kind.name for kind in quantised if kind not in grids]
+    narrowed = GGMLQuantizationType.Q4_K in quantised and GGMLQuantizationType.Q4_K in grids
+    if not lost and narrowed:
+        return "its Q4_K codes are kept, and their scales rounded to fp16"
     if not lost:
-        return "is 4 bit already: its codes and scales are kept, and nothing is rounded again" if quantised else ""
-    if lost == ["Q4_K"] and group_size == 32 and not symmetric:
-        return "is Q4_K already: its codes are kept, and their scales rounded to fp16"
+        return "its 4-bit codes and scales are kept, nothing is rounded again" if quantised else ""
     part = "it is" if len(lost) == len(quantised) else f"what is {' or '.join(lost)} is"
-    return f"was quantised to {' and '.join(kind.name for kind in quantised)}, so {part} rounded a second time"
+    more = ", and Q4_K's scales are rounded to fp16" if narrowed else ""
+    names = " and ".join(kind.name for kind in quantised)
+    return f"it was quantised to {names}, so {part} rounded a second time{more}"
 
 
 @contextmanager

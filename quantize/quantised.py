@@ -5,12 +5,13 @@ rules it is read. So a checkpoint may hold both kinds, as Qwen3.5's GPTQ does, w
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from math import prod
 
 from torch import Tensor
 
 from localchat.config import TensorFormat
 from localchat.foreign import Foreign
-from localchat.kernels.int4_packing import GROUP_SIZES
+from localchat.kernels.int4_packing import GROUP_SIZES, group_size_for
 from localchat.quantize import awq, compressed_tensors, fp8, gptq_format
 from localchat.quantize.codes import Codes
 from localchat.quantize.parts import Parts
@@ -51,21 +52,25 @@ class QuantisedMatrix:
 
 
 def kept_format(matrices: Iterable[QuantisedMatrix]) -> TensorFormat | None:
-    """The format in which most of the matrices keep their levels, of equals that of the largest groups; or None."""
+    """The format in which most of the matrices keep their levels, among equals the one with fewest scales; or None."""
     layouts = [m.layout for m in matrices if m.layout is not None]
     symmetric = all(layout.symmetric for layout in layouts if layout.bits == 4)
     counts = {size: sum(layout.is_kept(size, symmetric) for layout in layouts) for size in GROUP_SIZES}
-    best = max(GROUP_SIZES, key=lambda size: (counts[size], size))
+    scales = {
+        size: sum(prod(layout.shape) // (group_size_for(layout.shape[1], size) or 1) for layout in layouts)
+        for size in GROUP_SIZES
+    }
+    best = max(GROUP_SIZES, key=lambda size: (counts[size], -scales[size], -size))
     return TensorFormat(4, best, symmetric) if counts[best] else None
 
 
 def what_is_lost(matrices: Collection[QuantisedMatrix], group_size: int, symmetric: bool) -> str:
-    """What packing them so does to them, as the rest of a sentence about the checkpoint; "" where there are none."""
+    """What packing them so does to them, as a clause; "" where there are none."""
     lost = [m for m in matrices if m.layout is None or not m.layout.is_kept(group_size, symmetric)]
     if not matrices:
         return ""
     if not lost:
-        return "is 4 bit already: its codes and scales are kept, and nothing is rounded again"
+        return "its 4-bit codes and scales are kept, nothing is rounded again"
     layout = lost[0].layout
     how = "to FP8" if layout is None else f"to {layout.bits} bits"
     if layout is not None and layout.bits == 4:
@@ -73,7 +78,7 @@ def what_is_lost(matrices: Collection[QuantisedMatrix], group_size: int, symmetr
         wanted = f"groups of {group_size}{', symmetric' if symmetric else ''}"
         how = f"in other groups than {wanted}" if in_a_row else "with act-order; its groups do not fit ours"
     part = "it is" if len(lost) == len(matrices) else f"{len(lost)} of its {len(matrices)} quantised matrices are"
-    return f"was quantised {how}, so {part} rounded a second time"
+    return f"it was quantised {how}, so {part} rounded a second time"
 
 
 def by_matrix(names: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:

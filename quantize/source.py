@@ -55,9 +55,9 @@ class Source(ABC):
         return None
 
     def what_is_lost(self, group_size: int, symmetric: bool) -> str:
-        """What packing into such a format does to a source that is quantised already, as the rest of a sentence; or "".
+        """What packing into such a format does to a source that is quantised already, as a clause; or "".
 
-        As in "was quantised to FP8, so it is rounded a second time".
+        As in "it was quantised to FP8, so it is rounded a second time".
         """
         return ""
 

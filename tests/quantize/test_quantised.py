@@ -153,7 +153,7 @@ def test_levels_are_kept_to_the_last_bit(make_quantised: Make, case: str, arch: 
     quantised, plain = make_quantised(matrix, words, arch)
     recipe = default_recipe(quantised)
     assert (recipe.group_size, recipe.symmetric) == (GROUP, symmetric)
-    assert what_is_lost(quantised, recipe).startswith("is 4 bit already")
+    assert what_is_lost(quantised, recipe).startswith("its 4-bit codes")
     assert what_is_lost(plain, recipe) == ""
     ours, theirs = packed(quantised, recipe), packed(plain, Recipe(keep=((MATRICES, 16),)))
     with open_shards(theirs) as shards:
@@ -180,7 +180,7 @@ def test_only_some_are_quantised(make_quantised: Make) -> None:
     """As in Qwen3.5's GPTQ, whose attention is bf16: the others are rounded once, into the same groups."""
     quantised, plain = make_quantised(Maker().gptq(symmetric=True), GPTQ | {"sym": True}, only=".mlp.")
     recipe = default_recipe(quantised)
-    assert recipe == Recipe(GROUP, True) and what_is_lost(quantised, recipe).startswith("is 4 bit already")
+    assert recipe == Recipe(GROUP, True) and what_is_lost(quantised, recipe).startswith("its 4-bit codes")
     ours, theirs = matrices(packed(quantised, recipe)), matrices(packed(plain, recipe))
     for name, weight in ours.items():
         if ".mlp." not in name:
