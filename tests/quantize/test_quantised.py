@@ -15,7 +15,7 @@ from localchat.cache import KVCache
 from localchat.checkpoint import load_model
 from localchat.config import TensorFormat, load_config
 from localchat.errors import BadCheckpoint
-from localchat.kernels.int4_packing import dequantize
+from localchat.kernels.int4_packing import dequantize, dequantize_rows
 from localchat.ops import ReferenceOps
 from localchat.quantize.convert import Recipe, convert, default_recipe, open_source, what_is_lost
 from localchat.quantize.source import check
@@ -304,6 +304,21 @@ def test_progress_ends_at_the_bytes_of_the_files(make_quantised: Make) -> None:
         assert steps[-1].done_bytes == steps[-1].total_bytes == stored
         for used in (folder, plain, folder.with_name("out")):
             used.rename(used.with_name(f"{used.name}-{words['quant_method']}"))
+
+
+def test_a_head_of_4_bits_becomes_rows_of_8(make_quantised: Make) -> None:
+    """As GPTQ's `lm_head: true` makes it: the packed format keeps heads in INT8."""
+    quantised, _ = make_quantised(Maker().gptq(), GPTQ)
+    tensors, wanted = Maker(1).gptq()(40, 64)
+
+    def change(stored: Tensors) -> None:
+        del stored["lm_head.weight"]
+        stored |= {f"lm_head.{kind}": tensor for kind, tensor in tensors.items()}
+
+    edit(quantised, change)
+    with open_shards(packed(quantised, default_recipe(quantised))) as shards:
+        got = dequantize_rows(shards.get("lm_head.weight"), shards.get("lm_head.scales"))
+    assert float((got - wanted).abs().max()) <= float(wanted.abs().max()) / 127
 
 
 def test_a_config_at_the_top_of_a_wrapper(make_quantised: Make, make_hf: Make) -> None:
