@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from localchat.errors import BadCheckpoint
+from localchat.foreign import Foreign, read_foreign
 
 _MOST_LAYERS = 1000  # more is a damaged file, not a model
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5")
@@ -25,7 +26,7 @@ TILE_ROWS = 16
 _KNOWN_UNSUPPORTED = {
     **dict.fromkeys(
         ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "mixtral"),
-        "mixture-of-experts models are not supported",
+        "mixture-of-experts models are not supported, use a dense one such as qwen3.5-27b",
     ),
 }
 
@@ -121,7 +122,7 @@ class ModelConfig:
     `linear_...` describe). attn_output_gate: attention's result is multiplied by a sigmoid gate. rotary_dim: so many
     dimensions of a head are rotated, the first ones; the others are left as they are.
     `quantization` is None for a checkpoint that was not packed by this program; `foreign_quantization` then
-    holds another tool's quantization_config, if there is one, for the reader that converts it.
+    says how another tool has quantised it, if one has, for the reader that converts it.
     """
 
     model_type: str
@@ -149,7 +150,7 @@ class ModelConfig:
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
     quantization: QuantizationConfig | None = None
-    foreign_quantization: Mapping[str, Any] | None = None
+    foreign_quantization: Foreign | None = None
 
     @property
     def q_size(self) -> int:
@@ -221,7 +222,7 @@ class ModelConfig:
             rotary_dim=rotary_dim,
             **_mixers(text, layers, hybrid),
             quantization=QuantizationConfig.from_dict(quantization) if _is_ours(quantization) else None,
-            foreign_quantization=None if _is_ours(quantization) else quantization or None,
+            foreign_quantization=_foreign(text, quantization),
         )
 
 
@@ -286,6 +287,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def _is_ours(quantization: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a `quantization_config` was written by `QuantizationConfig.to_dict`."""
     return isinstance(quantization, Mapping) and quantization.get("quant_method") == "localchat"
+
+
+def _foreign(text: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Foreign | None:
+    """How another tool has quantised the checkpoint: MLX and old files of compressed-tensors have keys of their own."""
+    given = quantization or text.get("compression_config") or text.get("quantization")
+    return read_foreign(given) if isinstance(given, Mapping) and given and not _is_ours(given) else None
 
 
 def _flag(text: Mapping[str, Any], key: str) -> bool:

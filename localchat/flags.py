@@ -142,6 +142,8 @@ def _quantize(parser: "Parser") -> None:
     parser.flag("--group-size", type=int, choices=GROUP_SIZES, help="weights per scale")
     parser.flag("--sym", action="store_true", help="one scale per group (default for large models, groups of 128)")
     parser.flag("--min", action="store_true", help="scale and minimum (default for small models, groups of 32)")
+    narrow = "of a 4-bit source with zero points: 6 %% smaller (groups of 128), off by 1/128 of a step instead of exact"
+    parser.flag("--fp16-scales", action="store_true", help=narrow)
     keep = {"metavar": "REGEX=bf16|int8", "help": "tensors to keep wider"}
     parser.flag("--keep", action="append", convert=values.keep, default=[], **keep)
     size = {"metavar": "SIZE", "help": "longest file, such as 5GB or 500MB"}

@@ -84,6 +84,7 @@ def ledger(config: ModelConfig, context: int | None = None, device: str = "cpu")
     for name, n, k in _matrices(config):
         form = config.quantization.format_of(name) if config.quantization else _default_format(config, name, k)
         codes, scales = _matrix_bytes(n, k, form)
+        scales *= 2 if form.bits == 4 and not config.quantization and _has_zero_points(config) else 1
         if name in ("embed_tokens", "lm_head"):
             sizes[name.replace("embed_tokens", "embedding")] += codes + scales
         else:
@@ -202,12 +203,23 @@ def _matrix_bytes(n: int, k: int, form: TensorFormat) -> tuple[int, int]:
 
 
 def _default_format(config: ModelConfig, name: str, k: int) -> TensorFormat:
-    """What quantize/convert.py chooses by itself: groups of 32 with scale and min in small models, else 128."""
+    """What quantize/convert.py chooses by itself: groups of 32 with scale and min in small models, else 128.
+
+    Of a 4-bit checkpoint that another tool has made, its own groups.
+    """
     if name in ("embed_tokens", "lm_head") or name.endswith(".in_proj_ba") or k % 32:
         return TensorFormat(bits=8)
-    small = config.hidden_size < 2048
-    group_size = 32 if small else max(g for g in GROUP_SIZES if k % g == 0)
-    return TensorFormat(bits=4, group_size=group_size, symmetric=not small)
+    foreign, small = config.foreign_quantization, config.hidden_size < 2048
+    kept = foreign.kept_group_size if foreign else 0
+    largest = kept or (32 if small else 128)
+    symmetric = foreign.symmetric if foreign and kept else not small
+    return TensorFormat(4, max(g for g in GROUP_SIZES if g <= largest and k % g == 0), symmetric)
+
+
+def _has_zero_points(config: ModelConfig) -> bool:
+    """Whether the scales and mins that keep another tool's levels are in fp32: a scale times a zero point."""
+    foreign = config.foreign_quantization
+    return foreign is not None and foreign.kept_group_size > 0 and not foreign.symmetric
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, int]]:

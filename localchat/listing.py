@@ -150,7 +150,7 @@ def _facts(name: str, folder: Path | None, config: ModelConfig, entry: registry.
         "name": registry_name(name),
         "hub_id": entry.hub_id if entry else "",
         "path": str(folder or ""),
-        "quantization": describe_quantization(quantization) if quantization else "",
+        "quantization": describe_config(config) if quantization or config.foreign_quantization else "",
         "source": str(quantization.source.get("id", "")) if quantization else "",
         **{key: getattr(config, key) for key in keys.split()},
         "notice": entry.notice if entry else "",
@@ -159,7 +159,9 @@ def _facts(name: str, folder: Path | None, config: ModelConfig, entry: registry.
 
 def describe_config(config: ModelConfig) -> str:
     """The quantisation of a model in a few words."""
-    return describe_quantization(config.quantization) if config.quantization else "not quantised"
+    if config.quantization:
+        return describe_quantization(config.quantization)
+    return config.foreign_quantization.describe() if config.foreign_quantization else "not quantised"
 
 
 def describe_quantization(quantization: QuantizationConfig) -> str:

@@ -139,9 +139,17 @@ def _rounded(source: Fetched, title: str) -> Path:
         say(f"another localchat is quantising {title}: waiting for it")
     with store.locked(out):
         if not packed_format(out):
-            say(f"quantising {title} to INT4 by rounding, once")
+            say(what_happens(source.path, title, recipe) or f"quantising {title} to INT4 by rounding, once")
             run_conversion(source, out, recipe, overwrite=False)
     return out
+
+
+def what_happens(source: Path, title: str, recipe: "Recipe") -> str:
+    """What packing does to a checkpoint that is quantised already, in a sentence; "" for others."""
+    from localchat.quantize.convert import what_is_lost
+
+    lost = what_is_lost(source, recipe)
+    return f"packing {title}, once: {lost}" if lost else ""
 
 
 def run_conversion(source: Fetched, out: Path, recipe: "Recipe", *, overwrite: bool) -> None:
@@ -172,6 +180,8 @@ def quantize(args: argparse.Namespace) -> Path:
         raise UserError(f"{one_line(args.output)} exists already.", "choose another folder or pass --overwrite.")
     source = store.local_source(path) if path else fetch(args.source, offline=args.offline, yes=args.yes)
     recipe = _recipe(args, source.path)
+    if notice := what_happens(source.path, registry_name(args.source), recipe):
+        say(notice)
     if out:
         run_conversion(source, out, recipe, overwrite=args.overwrite)
         return out
@@ -192,6 +202,7 @@ def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
         "symmetric": args.sym if args.sym or args.min else None,
         "max_shard_size": args.max_shard_size,
         "keep": tuple(args.keep) or None,
+        "exact": False if args.fp16_scales else None,
     }
     return replace(default_recipe(source), **{name: v for name, v in given.items() if v is not None})
 

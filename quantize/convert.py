@@ -63,11 +63,19 @@ def open_source(path: Path) -> Source:
 
 
 def default_recipe(source: Source | Path) -> Recipe:
-    """Groups of 128 without min; groups of 32 with min for small models and for what is such a grid already."""
+    """Groups of 128 without min; groups of 32 with min for small models; what a 4-bit source has, which keeps it."""
     with ExitStack() as stack:
         opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
-        fine = opened.model_config.hidden_size < _SMALL or opened.coarse_grid
-    return Recipe(group_size=32, symmetric=False) if fine else Recipe()
+        kept, small = opened.kept_format, opened.model_config.hidden_size < _SMALL
+    if kept is not None:
+        return Recipe(kept.group_size, kept.symmetric)
+    return Recipe(group_size=32, symmetric=False) if small else Recipe()
+
+
+def what_is_lost(source: Path, recipe: Recipe) -> str:
+    """What `recipe` does to a checkpoint that is quantised already, as a clause; else ""."""
+    with open_source(source) as opened:
+        return opened.what_is_lost(recipe.group_size, recipe.symmetric)
 
 
 def convert(
@@ -100,7 +108,8 @@ def convert(
         check(opened)
         matrices = plan(opened.model_config, recipe, mtp=has_mtp(opened))
         files = opened.files()
-        check_disk_space(out.parent, sum(upper_size(m) for m in matrices) + _SMALL_FILES)
+        wide = opened.kept_format is not None and recipe.exact and not recipe.symmetric
+        check_disk_space(out.parent, sum(upper_size(m, wide) for m in matrices) + _SMALL_FILES)
         stack.enter_context(_disk_errors(out))
         partial = stack.enter_context(partial_folder(out))
         yield from _write_tensors(opened, matrices, recipe, partial, device)
@@ -135,7 +144,7 @@ def _write_tensors(
             done += source.nbytes(name)
         for matrix in matrices:
             with worker_pool() as pool:
-                for kind, tensor in _pack_matrix(source, matrix, recipe.search, device, pool):
+                for kind, tensor in _pack_matrix(source, matrix, recipe, device, pool):
                     writer.add(f"{matrix.name}.{kind}", tensor)
                     del tensor
             done += sum(source.nbytes(f"{p}.{x}") for p in matrix.parts for x in _kinds(matrix))
@@ -148,15 +157,13 @@ def _kinds(matrix: Matrix) -> tuple[str, ...]:
 
 
 def _pack_matrix(
-    source: Source, matrix: Matrix, search: bool, device: str, pool: Executor
+    source: Source, matrix: Matrix, recipe: Recipe, device: str, pool: Executor
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one matrix as stored: (kind, tensor) with the kinds of the packed format."""
     energy = read_finite(source, matrix.norm).float().square() if matrix.norm else None
     parts = []
     for part in matrix.parts:
-        w = read_finite(source, f"{part}.weight").to(device)
-        parts.append(_pack_part(w, matrix.format, energy, search, source.grid(f"{part}.weight"), pool))
-        del w
+        parts.append(_pack_part(source, f"{part}.weight", matrix.format, energy, recipe, device, pool))
     for kind in list(parts[0]):
         if kind == "codes":  # words of rows that are no multiple of a tile's could not be stacked
             yield "qweight", pack(_stack([part.pop(kind) for part in parts]), matrix.format.group_size)
@@ -167,14 +174,34 @@ def _pack_matrix(
 
 
 def _pack_part(
-    w: Tensor, format_: TensorFormat, energy: Tensor | None, search: bool, grid: Grid | None, pool: Executor
+    source: Source,
+    name: str,
+    format_: TensorFormat,
+    energy: Tensor | None,
+    recipe: Recipe,
+    device: str,
+    pool: Executor,
+) -> dict[str, Tensor]:
+    """One matrix of the source: its own codes where they fit, else rounded."""
+    codes = source.codes(name)
+    if codes is None:
+        return _round_part(read_finite(source, name).to(device), format_, energy, recipe, source.grid(name), pool)
+    kept = codes.repacked(format_.group_size, format_.symmetric, recipe.exact) if format_.bits == 4 else None
+    if kept is None:
+        w = check_finite(source, name, codes.values())
+        return _round_part(w.to(device), format_, energy, recipe, None, pool)
+    return {kind: tensor.to(device) for kind, tensor in kept.items()}
+
+
+def _round_part(
+    w: Tensor, format_: TensorFormat, energy: Tensor | None, recipe: Recipe, grid: Grid | None, pool: Executor
 ) -> dict[str, Tensor]:
     if format_.bits == 16:
         return {"weight": w}
     if format_.bits == 8:
         codes, scales = quantize_int8_rows(w, pool)
         return {"weight": codes, "scales": scales}
-    codes, scales, mins = quantize_int4(w, format_.group_size, format_.symmetric, energy, search, grid, pool)
+    codes, scales, mins = quantize_int4(w, format_.group_size, format_.symmetric, energy, recipe.search, grid, pool)
     tensors = {"codes": codes, "scales": scales}
     return tensors if mins is None else {**tensors, "mins": mins}
 
@@ -195,7 +222,15 @@ def read_finite(source: Source, name: str) -> Tensor:
     Raises:
         BadCheckpoint: it holds NaN or infinity, so that no scale of it would have a meaning.
     """
-    tensor = source.read(name)
+    return check_finite(source, name, source.read(name))
+
+
+def check_finite(source: Source, name: str, tensor: Tensor) -> Tensor:
+    """`tensor`, which is `name` of `source`.
+
+    Raises:
+        BadCheckpoint: see `read_finite`.
+    """
     low, high = torch.aminmax(tensor)
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise BadCheckpoint(f"{source.name}: {name} holds NaN or infinite values, so the checkpoint is damaged.")

@@ -9,6 +9,7 @@ Qwen3.5 is undone in gguf_qwen35.py.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTenso
 from gguf.quants import Q4_K, dequantize
 from torch import Tensor
 
-from localchat.config import ModelConfig
+from localchat.config import ModelConfig, TensorFormat
 from localchat.errors import BadCheckpoint
 from localchat.quantize import gguf_qwen35, qwen3_5
 from localchat.quantize.gguf_config import Metadata, config_from, generation_config_from
@@ -44,6 +45,7 @@ _NAMES = {
 }
 # Frequencies that follow from the config (checked in gguf_config.py).
 _DERIVED = ("rope_freqs.weight",)
+_UNQUANTISED = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 _GRIDS_OF_32 = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K)
 
 
@@ -79,7 +81,9 @@ class GGUFSource(Source):
             for name in qwen3_5.incomplete_mtp(self.shapes, self.model_config):
                 del self._tensors[name], self.shapes[name]
         layers = [t for name, t in self._tensors.items() if name.startswith("layers.") and len(t.shape) == 2]
-        self.coarse_grid = 2 * sum(t.tensor_type in _GRIDS_OF_32 for t in layers) > len(layers)
+        if 2 * sum(t.tensor_type in _GRIDS_OF_32 for t in layers) > len(layers):
+            self.kept_format = TensorFormat(4, 32, symmetric=False)
+        self._types = Counter(t.tensor_type for t in layers)
 
     def read(self, name: str) -> Tensor:
         """See Source.read: F16 and BF16 as they are, every other type as fp32."""
@@ -96,6 +100,10 @@ class GGUFSource(Source):
         if found is None or (self._hybrid and ".out_proj." in name and self.model_config.linear_value_head_dim % 32):
             return None  # or a group lies across two heads, whose order is another
         return self._in_order(name, found[0]), self._in_order(name, found[1])
+
+    def what_is_lost(self, group_size: int, symmetric: bool) -> str:
+        """See Source.what_is_lost."""
+        return what_is_lost(self._types, group_size, symmetric)
 
     def nbytes(self, name: str) -> int:
         """See Source.nbytes."""
@@ -195,6 +203,22 @@ def _grid_of(tensor: ReaderTensor) -> Grid | None:
         s, m = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
         scales, mins = first * s.reshape(*first.shape[:2], 8), -second * m.reshape(*first.shape[:2], 8)
     return torch.from_numpy(scales.reshape(len(blocks), -1)), torch.from_numpy(mins.reshape(len(blocks), -1))
+
+
+def what_is_lost(types: Counter[GGMLQuantizationType], group_size: int, symmetric: bool) -> str:
+    """See Source.what_is_lost, of a file with matrices of these types."""
+    quantised = [kind for kind, _ in types.most_common() if kind not in _UNQUANTISED]
+    grids = _GRIDS_OF_32[: 1 if symmetric else 3] if group_size == 32 else ()
+    lost = [kind.name for kind in quantised if kind not in grids]
+    narrowed = GGMLQuantizationType.Q4_K in quantised and GGMLQuantizationType.Q4_K in grids
+    if not lost and narrowed:
+        return "its Q4_K codes are kept, and their scales rounded to fp16"
+    if not lost:
+        return "its 4-bit codes and scales are kept, nothing is rounded again" if quantised else ""
+    part = "it is" if len(lost) == len(quantised) else f"what is {' or '.join(lost)} is"
+    more = ", and Q4_K's scales are rounded to fp16" if narrowed else ""
+    names = " and ".join(kind.name for kind in quantised)
+    return f"it was quantised to {names}, so {part} rounded a second time{more}"
 
 
 @contextmanager

@@ -22,6 +22,8 @@ _ROWS8 = TensorFormat(8)
 class Recipe:
     """How to store the matrices. keep: (regex, bits) pairs for matrix names such as "layers.0.mlp.down_proj"; bits 8 or
     16; the first that matches counts. max_shard_size in bytes. search: look for better scales than plain rounding's.
+    exact: of a source that is 4 bit already every weight is kept to the last bit, with scales in fp32 where fp16 has no
+    room; otherwise in fp16, where mins may be off by 1/128 of a step.
     """
 
     group_size: int = 128
@@ -29,6 +31,7 @@ class Recipe:
     keep: tuple[tuple[str, int], ...] = ()
     max_shard_size: int = 5_000_000_000
     search: bool = True
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def packed_config(
     flat = flat_config(source.config)
     if ends := _ends(source.config):
         flat["eos_token_id"] = ends
-    for key in ("quantization_config", "auto_map", "_name_or_path", "vision_config"):
+    for key in ("quantization_config", "compression_config", "auto_map", "_name_or_path", "vision_config"):
         flat.pop(key, None)
     flat["dtype"] = flat.pop("torch_dtype", None) or flat.get("dtype") or "bfloat16"
     flat["model_type"] = source.model_config.model_type
@@ -181,9 +184,13 @@ def _with_kept(matrices: list[Matrix], recipe: Recipe) -> list[Matrix]:
     return result
 
 
-def upper_size(matrix: Matrix) -> int:
-    """The most bytes a matrix takes in the packed folder (a little more in the rare case of fp32 scales)."""
+def upper_size(matrix: Matrix, wide: bool = False) -> int:
+    """The most bytes a matrix takes in the packed folder, with scales of fp16 or of fp32 (`wide`).
+
+    A little more in the rare case that fp16 has no room for a scale that was found by rounding.
+    """
     n, k = matrix.shape
     if matrix.format.bits == 4:
-        return padded_rows(n) * k // 2 + n * (k // matrix.format.group_size) * (2 if matrix.format.symmetric else 4)
+        scales = n * (k // matrix.format.group_size) * (1 if matrix.format.symmetric else 2)
+        return padded_rows(n) * k // 2 + scales * (4 if wide else 2)
     return n * k * (4 if matrix.format.bits == 16 else 1) + 4 * n

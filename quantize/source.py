@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from localchat.config import ModelConfig
+from localchat.config import ModelConfig, TensorFormat
 from localchat.errors import BadCheckpoint
+from localchat.quantize.codes import Codes
 
 # Files of a model folder that the chat needs beside the weights.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -26,8 +27,8 @@ class Source(ABC):
     """A checkpoint that can be converted.
 
     kind: "safetensors" or "gguf". name: the path, for messages. config: config.json's content; model_config: the same,
-    read. shapes: canonical tensor name -> shape. coarse_grid: the weights already lie on a 4-bit grid with groups of
-    32, so that only the same grid keeps them.
+    read. shapes: canonical tensor name -> shape. kept_format: the weights already lie on a 4-bit grid, which a packed
+    folder of this format keeps.
     """
 
     kind: str
@@ -35,7 +36,7 @@ class Source(ABC):
     config: dict[str, Any]
     model_config: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
-    coarse_grid: bool = False
+    kept_format: TensorFormat | None = None
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -48,6 +49,17 @@ class Source(ABC):
     def grid(self, name: str) -> Grid | None:
         """Where the levels of a 4-bit source lie, or None: for groups of 32 inputs, w = scale * code + min."""
         return None
+
+    def codes(self, name: str) -> Codes | None:
+        """The whole numbers behind a matrix of a 4-bit or 8-bit source, or None where `read` has all there is."""
+        return None
+
+    def what_is_lost(self, group_size: int, symmetric: bool) -> str:
+        """What packing into such a format does to a source that is quantised already, as a clause; or "".
+
+        As in "it was quantised to FP8, so it is rounded a second time".
+        """
+        return ""
 
     @abstractmethod
     def nbytes(self, name: str) -> int:

@@ -14,7 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from localchat.config import ModelConfig
+from localchat.foreign import Foreign
+from localchat.kernels.int4_packing import dequantize, pack
+from localchat.quantize.codes import Codes
+from localchat.quantize.parts import Parts
 from localchat.quantize.source import expected_shapes, mtp_shapes
+from localchat.shards import open_shards
 
 # Helper functions reach the tests through fixtures: test files are not a package and cannot import each other.
 MakeHF = Callable[..., Path]
@@ -146,6 +151,70 @@ def make_hf(tmp_path: Path) -> MakeHF:
             index.update(dict.fromkeys(part, file))
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
         return folder
+
+    return make
+
+
+@pytest.fixture
+def parts_of(tmp_path: Path) -> Callable[..., Parts]:
+    """parts_of(foreign, qweight=..., scales=...): these tensors of a matrix "x" as they are found in a file."""
+
+    def make(foreign: Foreign, **tensors: Tensor) -> Parts:
+        path = tmp_path / f"x{len(list(tmp_path.iterdir()))}"
+        path.mkdir()
+        save_file({f"x.{kind}": tensor.contiguous() for kind, tensor in tensors.items()}, path / "x.safetensors")
+        return Parts("x", {kind: f"x.{kind}" for kind in tensors}, open_shards(path), foreign)
+
+    return make
+
+
+@pytest.fixture
+def packed_again() -> Callable[..., Tensor | None]:
+    """packed_again(codes, group_size, symmetric): what the packed format decodes to, or None where it is not kept."""
+
+    def make(codes: Codes, group_size: int, symmetric: bool, exact: bool = True) -> Tensor | None:
+        kept = codes.repacked(group_size, symmetric, exact)
+        return kept and dequantize(pack(kept["codes"], group_size), kept["scales"], kept.get("mins"))
+
+    return make
+
+
+@pytest.fixture
+def make_quantised(make_hf: MakeHF) -> Callable[..., tuple[Path, Path]]:
+    """A function that writes a checkpoint twice, as a tool has quantised it and as plain numbers.
+
+    make_quantised(matrix, quantization_config, arch, only=, **config): `matrix(n, k)` gives the tensors of a quantised
+    matrix by their kinds, and its decoded W; `only`: of which matrices, part of their names.
+    """
+
+    def make(
+        matrix: Callable[[int, int], tuple[dict[str, Tensor], Tensor]],
+        quantization: dict[str, Any],
+        arch: str = "llama",
+        only: str = "",
+        **config: Any,
+    ) -> tuple[Path, Path]:
+        made: dict[str, tuple[dict[str, Tensor], Tensor]] = {}
+
+        def is_quantised(name: str, weight: Tensor) -> bool:
+            linear = weight.dim() == 2 and ".layers." in name and only in name
+            return linear and not name.endswith(("in_proj_a.weight", "in_proj_b.weight"))
+
+        def quantised(weights: dict[str, Tensor]) -> None:
+            for name, weight in list(weights.items()):
+                if is_quantised(name, weight):
+                    made[name] = matrix(*weight.shape)
+                    del weights[name]
+                    stem = name.removesuffix(".weight")
+                    weights |= {f"{stem}.{kind}": tensor.contiguous() for kind, tensor in made[name][0].items()}
+
+        def plain(weights: dict[str, Tensor]) -> None:
+            weights |= {name: w for name, (_, w) in made.items()}
+
+        folder = make_hf(arch, change=quantised, name="quantised", **config)
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, "quantization_config": quantization}))
+        return folder, make_hf(arch, change=plain, name="plain", **config)
 
     return make
 

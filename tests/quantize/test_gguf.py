@@ -2,6 +2,7 @@
 
 import random
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from localchat.config import ModelConfig
+from localchat.config import ModelConfig, TensorFormat
 from localchat.errors import BadCheckpoint, UserError
 from localchat.quantize.convert import Recipe, convert
-from localchat.quantize.gguf import canonical_name, open_gguf, unpermuted
+from localchat.quantize.gguf import canonical_name, open_gguf, unpermuted, what_is_lost
 from localchat.quantize.source import check
 from localchat.shards import open_shards
 
@@ -174,11 +175,11 @@ def _with_raw_tensor(
     return make_gguf(config, weights, metadata=add, name=name)
 
 
-def test_coarse_grid(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
+def test_kept_format(make_gguf: MakeGGUF, config_of: Make, weights_of: Make) -> None:
     config = config_of("qwen2")
     for kind, coarse in [(Type.Q4_0, True), (Type.Q4_1, True), (Type.Q8_0, False), (Type.F16, False)]:
         with open_gguf(make_gguf(config, weights_of(config), kind, name=f"{kind.name}.gguf")) as source:
-            assert source.coarse_grid == coarse
+            assert source.kept_format == (TensorFormat(4, 32, symmetric=False) if coarse else None)
 
 
 def test_canonical_name() -> None:
@@ -275,3 +276,99 @@ def test_damaged_header_gives_a_sentence_or_reads(
         except UserError:
             refused += 1
     assert refused > 75
+
+
+@pytest.mark.parametrize(
+    ("kind", "group_size", "symmetric", "words"),
+    [
+        (Type.F16, 32, False, ""),
+        (Type.Q4_1, 32, False, "its 4-bit codes and scales are kept, nothing is rounded again"),
+        (Type.Q4_0, 32, True, "its 4-bit codes and scales are kept, nothing is rounded again"),
+        (Type.Q4_1, 32, True, "it was quantised to Q4_1, so it is rounded a second time"),
+        (Type.Q4_0, 128, True, "it was quantised to Q4_0, so it is rounded a second time"),
+        (Type.Q8_0, 32, False, "it was quantised to Q8_0, so it is rounded a second time"),
+    ],
+)
+def test_what_is_lost(
+    make_gguf: MakeGGUF, config_of: Make, weights_of: Make, kind: Type, group_size: int, symmetric: bool, words: str
+) -> None:
+    config = config_of("qwen3")
+    with open_gguf(make_gguf(config, weights_of(config), kind)) as source:
+        assert source.what_is_lost(group_size, symmetric) == words
+
+
+@pytest.mark.parametrize(
+    ("types", "words"),
+    [
+        ({Type.Q4_K: 9}, "its Q4_K codes are kept, and their scales rounded to fp16"),
+        (
+            {Type.Q4_K: 9, Type.Q6_K: 2, Type.F16: 1},
+            "it was quantised to Q4_K and Q6_K, so what is Q6_K is rounded a second time, and Q4_K's scales are "
+            "rounded to fp16",
+        ),
+        ({Type.Q4_1: 9, Type.Q5_1: 2}, "it was quantised to Q4_1 and Q5_1, so what is Q5_1 is rounded a second time"),
+    ],
+)
+def test_what_is_lost_of_several_types(types: dict[Type, int], words: str) -> None:
+    assert what_is_lost(Counter(types), 32, False) == words
+
+
+# Bytes of one block of 256 (or, of the last two, 32) weights.
+SIZES = {Type.Q4_K: 144, Type.Q5_K: 176, Type.Q6_K: 210, Type.Q5_0: 22, Type.Q5_1: 24}
+
+
+def decoded_block(kind: Type, block: np.ndarray) -> list[float]:
+    """One block by the format's definition, a weight at a time."""
+    b = [int(x) for x in block]
+
+    def half(at: int) -> float:
+        return float(block[at : at + 2].view(np.float16)[0])
+
+    def six_bits(at: int, j: int) -> tuple[int, int]:
+        """Scale and min j of the twelve bytes at `at`."""
+        s = b[at : at + 12]
+        if j < 4:
+            return s[j] & 63, s[j + 4] & 63
+        return s[j + 4] & 15 | s[j - 4] >> 6 << 4, s[j + 4] >> 4 | s[j] >> 6 << 4
+
+    weights = []
+    if kind in (Type.Q5_0, Type.Q5_1):
+        start = 2 if kind == Type.Q5_0 else 4
+        fifth = int.from_bytes(block[start : start + 4].tobytes(), "little")
+        for i in range(32):
+            low = b[start + 4 + i % 16] >> 4 * (i // 16) & 15
+            code = low | (fifth >> i & 1) << 4
+            weights.append(half(0) * (code - 16) if kind == Type.Q5_0 else half(0) * code + half(2))
+    elif kind in (Type.Q4_K, Type.Q5_K):
+        for i in range(256):
+            j, column = i // 32, i % 32
+            scale, low = six_bits(4, j)
+            at = (16 if kind == Type.Q4_K else 48) + 32 * (j // 2) + column
+            code = b[at] >> 4 * (j % 2) & 15
+            if kind == Type.Q5_K:
+                code |= (b[16 + column] >> j & 1) << 4
+            weights.append(half(0) * scale * code - half(2) * low)
+    elif kind == Type.Q6_K:
+        for i in range(256):
+            part, k, column = i // 128, i % 128 // 32, i % 32
+            code = b[64 * part + column + 32 * (k % 2)] >> 4 * (k // 2) & 15
+            code |= (b[128 + 32 * part + column] >> 2 * k & 3) << 4
+            scale = int(block[192 + i // 16].view(np.int8))
+            weights.append(half(208) * scale * (code - 32))
+    return weights
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q5_0, Type.Q5_1])
+def test_every_weight_of_a_block(make_gguf: MakeGGUF, config_of: Make, weights_of: Make, kind: Type) -> None:
+    config = config_of("qwen3", hidden_size=256, num_hidden_layers=1)
+    weights = weights_of(config)
+    del weights["layers.0.mlp.up_proj.weight"]
+    size, chance = SIZES[kind], np.random.default_rng(0)
+    blocks = chance.integers(0, 256, (96, 256 // (256 if kind.name.endswith("K") else 32), size), dtype=np.uint8)
+    for at in {Type.Q6_K: (208,), Type.Q5_0: (0,)}.get(kind, (0, 2)):
+        halves = chance.uniform(-0.1, 0.1, (*blocks.shape[:2], 1)).astype(np.float16)
+        blocks[..., at : at + 2] = halves.view(np.uint8)
+    with open_gguf(_with_raw_tensor(make_gguf, config, weights, blocks.reshape(96, -1), kind, "k.gguf")) as source:
+        got = source.read("layers.0.mlp.up_proj.weight")
+    want = [[w for block in row for w in decoded_block(kind, block)] for row in blocks]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float32), rtol=1e-6, atol=1e-7)

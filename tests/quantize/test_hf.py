@@ -90,8 +90,14 @@ def refusal(folder: Path) -> str:
         (lambda w: w.update({"norm.weight": torch.ones(64)}), "the same tensor under two names"),
         (lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.float8_e4m3fn)}), "dtype F8_E4M3"),
         (lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int32)}), "dtype I32"),
-        (lambda w: w.update({"model.layers.0.mlp.up_proj.qweight": torch.ones(1)}), "already quantised as gptq"),
-        (lambda w: w.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)}), "quantised as fp8"),
+        (
+            lambda w: w.update({"model.layers.0.mlp.up_proj.qweight": torch.ones(1)}),
+            "quantised by GPTQ or AWQ, but",
+        ),
+        (
+            lambda w: w.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)}),
+            "quantised by FP8, but",
+        ),
     ],
 )
 def test_refused_by_name(make_hf: MakeHF, change: Callable[[dict[str, Tensor]], Any], words: str) -> None:
@@ -99,8 +105,11 @@ def test_refused_by_name(make_hf: MakeHF, change: Callable[[dict[str, Tensor]], 
 
 
 def test_other_tools_quantization_config(make_hf: MakeHF) -> None:
-    folder = make_hf(quantization_config={"quant_method": "awq", "bits": 4})
-    assert "already quantised as awq: not supported yet, use the unquantised repository" in refusal(folder)
+    folder = make_hf()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "quantised by bitsandbytes (int8), which is not read here: use the unquantised repository" in refusal(folder)
 
 
 def test_packed_folder_is_refused(make_hf: MakeHF) -> None:
