@@ -1,14 +1,23 @@
 """The INT4 product for 1 to 8 tokens by tensor cores: see kernels/int4_matmul.py.
 
-A warp takes a tile of the packed format (16 rows x 128 inputs) at a time: lane 4g + t loads words 4t..4t+3 of rows g
-and g + 8 and, from x as it lies, the pairs that meet them for token g. That is what the instructions in
-int4_fragments.py take; Triton gives such lanes to tensors [PARTS * 8, 16] of words, pairs and sums. The PARTS warps of
-a program take every PARTS-th tile along K and add up at the end.
+A program has 16 rows and PARTS warps; a warp takes every PARTS-th tile of the packed format (16 rows x 128 inputs) and
+the warps add up at the end. Lane 4g + t loads words 4t..4t+3 of rows g and g + 8 and, from x as it lies, the pairs that
+meet them. That is what the instructions in int4_fragments.py take; Triton gives such lanes to tensors [PARTS * 8, 16]
+of words, pairs and sums.
+
+The instruction multiplies with 8 columns of x, where one token needs one. So the columns are 8 / TOKENS tiles of x, of
+all tokens each: column g is token g % TOKENS of tile g // TOKENS. One load of x serves that many tiles of weights, and
+of each product the columns of its own tile count. With one token x costs next to nothing, neither loads nor the sums
+that correct raw codes.
 
     raw     groups of 128: the group's scale multiplies what a tile gives; a minimum takes the sum of x
     scaled  groups of 32 and 64, of which a fragment spans several: weights get scale and minimum in fp16 before the
             product. Where scales are fp32 because fp16 does not hold them, raw once per group, with the inputs of the
             others as zeros.
+
+What a warp loads it asks for BATCH tiles at a time, one batch ahead. The compiler's scheduler moves loads down to where
+they are used, to save registers, which leaves the memory idle; it does not move them across the instruction that lets
+the next kernel start, which does nothing when it is repeated. So that one stands behind each batch.
 """
 
 from localchat.kernels.gpu import tl, triton
@@ -18,46 +27,58 @@ from localchat.kernels.pdl import let_next_start, wait_for_previous
 
 FEW_TOKENS = 8
 
+# Loads that keep their order among each other; words are read once, so no cache close to the processor keeps them.
+_LOAD_WORDS = tl.constexpr("ld.relaxed.cta.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
+_LOAD_PAIR = tl.constexpr("ld.relaxed.cta.global.b32 $0, [$1];")
+
 
 @triton.jit
 def _words(
-    w_ptr, block, start, words_k, BELOW: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr
-):
-    """Of each part's tile, rows g (BELOW = 8: rows g + 8) of the block: int32 [PARTS * 8, 16], zeros outside K."""
-    lane, c = tl.arange(0, PARTS * 8)[:, None], tl.arange(0, 16)[None, :]
-    tile = start + lane // 8
-    at = tile_offset(block, tile, lane % 8 + BELOW, c, words_k, WHOLE)
-    if EVEN:
-        return tl.load(w_ptr + at, eviction_policy="evict_first")
-    return tl.load(w_ptr + at, mask=c < words_k - tile * 16, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _of_rows(ptr, n, N, groups, group, EVEN: tl.constexpr):
-    """The value of each row in n and each group; of the last row where n is beyond it."""
-    at = tl.minimum(n, N - 1).to(tl.int64) * groups + group
-    if EVEN:
-        return tl.load(ptr + at)
-    return tl.load(ptr + at, mask=group < groups, other=0)
-
-
-@triton.jit
-def _scales(
-    ptr, block, start, N, groups,
-    RAW: tl.constexpr, G8: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, J: tl.constexpr,
+    w_ptr, block, tile, words_k, BELOW: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Scales or minima of rows g and of rows g + 8: raw [PARTS * 8, 1] of each tile's J-th group, else [PARTS * 8, 16]
-    as the words.
+    """Of each part's tile [PARTS * 8, 1], rows g (BELOW = 8: rows g + 8): int32 [PARTS * 8, 16], zeros outside K."""
+    lane, c = tl.arange(0, PARTS * 8)[:, None], tl.arange(0, 16)[None, :]
+    at = w_ptr + tile_offset(block, tile, lane % 8 + BELOW, c, words_k, WHOLE)
+    if EVEN and USE_PTX:
+        return tl.inline_asm_elementwise(
+            _LOAD_WORDS, "=r,=r,=r,=r,l,l,l,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=4
+        )
+    return tl.load(at, mask=c < words_k - tile * 16, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _pairs(
+    ptr, block, group, groups, WIDE: tl.constexpr, EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr
+):
+    """Scales or minima of rows g and g + 8 as `_both` takes them, each [PARTS * 8, 16] like the words.
+
+    group: of each lane, [PARTS * 32]; all four words of a lane are of one group. As such a vector, because Triton puts
+    a [PARTS * 8, 4] load through shared memory, with barriers in every step.
     """
-    if RAW:
-        lane = tl.arange(0, PARTS * 8)[:, None]
-        n, group = block * 16 + lane % 8, (start + lane // 8) * (16 // G8) + J
-        up, low = _of_rows(ptr, n, N, groups, group, EVEN), _of_rows(ptr, n + 8, N, groups, group, EVEN)
-    else:  # one value a lane, whose four words are of one group; a vector of so many has one layout only
-        lane = tl.arange(0, PARTS * 32)
-        n, group = block * 16 + lane // 4 % 8, (start + lane // 32) * (16 // G8) + lane % 4 * 4 // G8
-        up = _four_times(_of_rows(ptr, n, N, groups, group, EVEN), PARTS)
-        low = _four_times(_of_rows(ptr, n + 8, N, groups, group, EVEN), PARTS)
+    at = (block.to(tl.int64) * groups + group) * 8 + tl.arange(0, PARTS * 32) // 4 % 8
+    valid = group < groups
+    if WIDE:
+        first, second = tl.load(ptr + 2 * at, mask=valid, other=0), tl.load(ptr + 2 * at + 1, mask=valid, other=0)
+    else:
+        pair = ptr.to(tl.pointer_type(tl.int32)) + at
+        if EVEN and USE_PTX:
+            first = tl.inline_asm_elementwise(
+                _LOAD_PAIR, "=r,l", [pair.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+            )
+        else:
+            first = tl.load(pair, mask=valid, other=0)
+        second = first
+    return _four_times(first, PARTS), _four_times(second, PARTS)
+
+
+@triton.jit
+def _both(pairs, WIDE: tl.constexpr):
+    """Of rows g and of rows g + 8: fp32, or fp16 out of the halves of a word."""
+    up, low = pairs
+    if not WIDE:
+        up, low = up & 0xFFFF, (up >> 16) & 0xFFFF
+        up, low = up.to(tl.int16).to(tl.float16, bitcast=True), low.to(tl.int16).to(tl.float16, bitcast=True)
     return up, low
 
 
@@ -69,108 +90,139 @@ def _four_times(values, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _scales(
+    s_ptr, m_ptr, block, first, words_k, J: tl.constexpr, G8: tl.constexpr, HAS_MIN: tl.constexpr, RAW: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Pairs of scales and of minima (or scales again): of the J-th group of a part's tile; scaled: of each lane's."""
+    lane = tl.arange(0, PARTS * 32)
+    group = (first + lane // 32) * (16 // G8) + J
+    if not RAW:
+        group = (first + lane // 32) * (16 // G8) + lane % 4 * 4 // G8
+    s = _pairs(s_ptr, block, group, words_k // G8, WIDE, EVEN, USE_PTX, PARTS)
+    m = s
+    if HAS_MIN:
+        m = _pairs(m_ptr, block, group, words_k // G8, WIDE, EVEN, USE_PTX, PARTS)
+    return s, m
+
+
+@triton.jit
 def _fetch(
-    w_ptr, s_ptr, m_ptr, block, start, N, words_k, G8: tl.constexpr, HAS_MIN: tl.constexpr,
-    RAW: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
+    w_ptr, s_ptr, m_ptr, block, step, words_k, COUNT: tl.constexpr,
+    G8: tl.constexpr, HAS_MIN: tl.constexpr, RAW: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of 16 rows and the tiles from `start`: words, scales, minima (or the scales again), each of rows g and
-    of rows g + 8.
+    """COUNT tiles of each part from step `step` on: for each the words of rows g, of rows g + 8, and `_scales`."""
+    fetched = ()
+    for j in tl.static_range(COUNT):
+        first = (step + j) * PARTS
+        tile = first + tl.arange(0, PARTS * 8)[:, None] // 8
+        up = _words(w_ptr, block, tile, words_k, 0, WHOLE, EVEN, USE_PTX, PARTS)
+        low = _words(w_ptr, block, tile, words_k, 8, WHOLE, EVEN, USE_PTX, PARTS)
+        s = _scales(s_ptr, m_ptr, block, first, words_k, 0, G8, HAS_MIN, RAW, WIDE, EVEN, USE_PTX, PARTS)
+        fetched = fetched + ((up, low, s),)  # noqa: RUF005 -- Triton knows no other way
+    return fetched
+
+
+@triton.jit
+def _columns(
+    x_ptr, step, steps, T, words_k, G8: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Pairs of x for the four nibble positions, each [PARTS * 8, 16]: row g is token g % TOKENS of the part's tile in
+    step `step` + g // TOKENS. Tokens and steps that do not exist are others or zeros, and nobody looks.
     """
-    w_up = _words(w_ptr, block, start, words_k, 0, WHOLE, EVEN, PARTS)
-    w_low = _words(w_ptr, block, start, words_k, 8, WHOLE, EVEN, PARTS)
-    s_up, s_low = _scales(s_ptr, block, start, N, words_k // G8, RAW, G8, EVEN, PARTS, 0)
-    m_up, m_low = s_up, s_low
-    if HAS_MIN:
-        m_up, m_low = _scales(m_ptr, block, start, N, words_k // G8, RAW, G8, EVEN, PARTS, 0)
-    return w_up, w_low, s_up, s_low, m_up, m_low
-
-
-@triton.jit
-def _next_group(
-    fetched, s_ptr, m_ptr, block, start, N, groups,
-    HAS_MIN: tl.constexpr, G8: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
-    """`fetched` with the scales and minima of the tiles' J-th group."""
-    w_up, w_low, s_up, s_low, m_up, m_low = fetched
-    s_up, s_low = _scales(s_ptr, block, start, N, groups, True, G8, EVEN, PARTS, J)
-    m_up, m_low = s_up, s_low
-    if HAS_MIN:
-        m_up, m_low = _scales(m_ptr, block, start, N, groups, True, G8, EVEN, PARTS, J)
-    return w_up, w_low, s_up, s_low, m_up, m_low
-
-
-@triton.jit
-def _add_raw(
-    acc, fetched, x0, x1, x2, x3, even, odd, total,
-    HAS_MIN: tl.constexpr, PARTS: tl.constexpr, USE_PTX: tl.constexpr,
-):  # fmt: skip
-    """acc plus a tile, or what x has of it, with the group's scale."""
-    w_up, w_low, s_up, s_low, m_up, m_low = fetched
-    lower = (tl.arange(0, 16) % 4 >= 2)[None, :]
-    if HAS_MIN:
-        acc += total * tl.where(lower, m_low.to(tl.float32), m_up.to(tl.float32))
-    y = raw_product(w_up, w_low, x0, x1, x2, x3, even, odd, PARTS, USE_PTX)
-    return acc + y * tl.where(lower, s_low.to(tl.float32), s_up.to(tl.float32))
-
-
-@triton.jit
-def _step(
-    acc0, acc1, first, second, x_ptr, s_ptr, m_ptr, block0, block1, start, T, N, words_k,
-    G8: tl.constexpr, HAS_MIN: tl.constexpr, RAW: tl.constexpr, EVEN: tl.constexpr,
-    TILES: tl.constexpr, PARTS: tl.constexpr, USE_PTX: tl.constexpr,
-):  # fmt: skip
-    """The sums after one tile more along K of each part; `first` and `second` are what was fetched of the blocks."""
     lane, c = tl.arange(0, PARTS * 8)[:, None], tl.arange(0, 16)[None, :]
-    tile = start + lane // 8
-    at = lane % 8 * (words_k * 4) + tile * 64 + (c // G8 * (4 * G8) + c % G8)  # pairs of nibble position 0
-    valid = (lane % 8 < T) & (c >= 0)
-    if not EVEN:
-        valid = valid & (c < words_k - tile * 16)
+    g = lane % 8
+    tile = tl.minimum(step + g // TOKENS, steps - 1) * PARTS + lane // 8
+    at = tl.minimum(g % TOKENS, T - 1) * (words_k * 4) + tile * 64 + (c // G8 * (4 * G8) + c % G8)
     x = x_ptr.to(tl.pointer_type(tl.int32)) + at
-    x0 = tl.load(x, mask=valid, other=0)
-    x1 = tl.load(x + G8, mask=valid, other=0)
-    x2 = tl.load(x + 2 * G8, mask=valid, other=0)
-    x3 = tl.load(x + 3 * G8, mask=valid, other=0)
-    if RAW:
-        for j in tl.static_range(16 // G8):
-            y0, y1, y2, y3 = x0, x1, x2, x3
-            if G8 < 16:
-                inside = c // G8 == j
-                y0, y1 = tl.where(inside, x0, 0), tl.where(inside, x1, 0)
-                y2, y3 = tl.where(inside, x2, 0), tl.where(inside, x3, 0)
-            if j > 0:
-                first = _next_group(first, s_ptr, m_ptr, block0, start, N, words_k // G8, HAS_MIN, G8, EVEN, PARTS, j)
-                second = _next_group(second, s_ptr, m_ptr, block1, start, N, words_k // G8, HAS_MIN, G8, EVEN, PARTS, j)
-            even, odd, total = sums_of_x(y0, y1, y2, y3, HAS_MIN, PARTS, USE_PTX)
-            acc0 = _add_raw(acc0, first, y0, y1, y2, y3, even, odd, total, HAS_MIN, PARTS, USE_PTX)
-            if TILES == 2:
-                acc1 = _add_raw(acc1, second, y0, y1, y2, y3, even, odd, total, HAS_MIN, PARTS, USE_PTX)
-    else:
-        w_up, w_low, s_up, s_low, m_up, m_low = first
-        acc0 = add_scaled(acc0, w_up, w_low, s_up, s_low, m_up, m_low, x0, x1, x2, x3, HAS_MIN, PARTS, USE_PTX)
-        if TILES == 2:
-            w_up, w_low, s_up, s_low, m_up, m_low = second
-            acc1 = add_scaled(acc1, w_up, w_low, s_up, s_low, m_up, m_low, x0, x1, x2, x3, HAS_MIN, PARTS, USE_PTX)
-    return acc0, acc1
+    if EVEN:
+        return tl.load(x), tl.load(x + G8), tl.load(x + 2 * G8), tl.load(x + 3 * G8)
+    valid = c < words_k - tile * 16
+    return (
+        tl.load(x, mask=valid, other=0), tl.load(x + G8, mask=valid, other=0),
+        tl.load(x + 2 * G8, mask=valid, other=0), tl.load(x + 3 * G8, mask=valid, other=0),
+    )  # fmt: skip
 
 
 @triton.jit
-def _store(
-    acc, row_scale_ptr, bias_ptr, res_ptr, y_ptr, block, T, N,
-    HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, PARTS: tl.constexpr,
+def _of_group(x, J: tl.constexpr, G8: tl.constexpr):
+    """x with zeros outside the J-th group of its tile."""
+    if G8 == 16:
+        return x
+    inside = tl.arange(0, 16)[None, :] // G8 == J
+    return tl.where(inside, x[0], 0), tl.where(inside, x[1], 0), tl.where(inside, x[2], 0), tl.where(inside, x[3], 0)
+
+
+@triton.jit
+def _raw(
+    up, low, pairs, x, sums, HAS_MIN: tl.constexpr, WIDE: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr
+):
+    """What a tile, or a group of it, gives with its scales, in all columns."""
+    s_up, s_low = _both(pairs[0], WIDE)
+    even, odd, total = sums
+    lower = (tl.arange(0, 16) % 4 >= 2)[None, :]
+    y = raw_product(up, low, x[0], x[1], x[2], x[3], even, odd, PARTS, USE_PTX)
+    y *= tl.where(lower, s_low.to(tl.float32), s_up.to(tl.float32))
+    if HAS_MIN:
+        m_up, m_low = _both(pairs[1], WIDE)
+        y += total * tl.where(lower, m_low.to(tl.float32), m_up.to(tl.float32))
+    return y
+
+
+@triton.jit
+def _steps(
+    acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, step, steps, T, words_k, COUNT: tl.constexpr, BATCH: tl.constexpr,
+    G8: tl.constexpr, HAS_MIN: tl.constexpr, RAW: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """16 rows of y: the parts together, row scales, bias and residual."""
-    c = tl.arange(0, 16)
-    token = (2 * (c // 4) + c % 2)[None, :]
-    n = block * 16 + tl.arange(0, 8)[:, None] + (c % 4 // 2 * 8)[None, :]
-    mask = (token < T) & (n < N)
-    y = tl.sum(tl.reshape(acc, [PARTS, 8, 16]), 0) * tl.load(row_scale_ptr + token, mask=token < T, other=0)
-    at = token * N + n
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)
-    if HAS_RES:
-        y += tl.load(res_ptr + at, mask=mask, other=0).to(tl.float32)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    """acc after COUNT steps from `step` on; `fetched` is the first batch of them."""
+    c = tl.arange(0, 16)[None, :]
+    own = (2 * (c // 4) + c % 2) // TOKENS  # which of the tiles in x a column is of
+    SET: tl.constexpr = 8 // TOKENS
+    for b in tl.static_range(0, COUNT, BATCH):
+        following = fetched
+        if b + BATCH < COUNT:
+            following = _fetch(
+                w_ptr, s_ptr, m_ptr, block, step + b + BATCH, words_k,
+                BATCH if b + 2 * BATCH <= COUNT else COUNT - b - BATCH,
+                G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS,
+            )  # fmt: skip
+        let_next_start(PDL)  # a fence: see the module
+        for j in tl.static_range(b, b + BATCH if b + BATCH <= COUNT else COUNT):
+            if j % SET == 0:
+                x = _columns(x_ptr, step + j, steps, T, words_k, G8, EVEN, PARTS, TOKENS)
+                if RAW and G8 == 16:
+                    sums = sums_of_x(x[0], x[1], x[2], x[3], HAS_MIN, PARTS, USE_PTX)
+            up, low, pairs = fetched[j - b]
+            if not RAW:
+                s_up, s_low = _both(pairs[0], WIDE)
+                m_up, m_low = _both(pairs[1], WIDE)
+                none = tl.zeros([PARTS * 8, 16], tl.float32)
+                y = add_scaled(none, up, low, s_up, s_low, m_up, m_low, x[0], x[1], x[2], x[3], HAS_MIN, PARTS, USE_PTX)
+            elif G8 == 16:
+                y = _raw(up, low, pairs, x, sums, HAS_MIN, WIDE, USE_PTX, PARTS)
+            else:
+                y = tl.zeros([PARTS * 8, 16], tl.float32)
+                for group in tl.static_range(16 // G8):
+                    part = _of_group(x, group, G8)
+                    of_part = sums_of_x(part[0], part[1], part[2], part[3], HAS_MIN, PARTS, USE_PTX)
+                    pairs = _scales(
+                        s_ptr, m_ptr, block, (step + j) * PARTS, words_k, group,
+                        G8, HAS_MIN, RAW, WIDE, EVEN, USE_PTX, PARTS,
+                    )  # fmt: skip
+                    y += _raw(up, low, pairs, part, of_part, HAS_MIN, WIDE, USE_PTX, PARTS)
+            acc += tl.where(own == j % SET, y, 0.0)
+        fetched = following
+    return acc
+
+
+@triton.jit
+def _rows(acc, PARTS: tl.constexpr, TOKENS: tl.constexpr):
+    """The parts and the columns of a token together: [16 rows, TOKENS]."""
+    acc = tl.permute(tl.reshape(acc, [PARTS, 8, 4, 2, 2]), (0, 3, 1, 2, 4))  # [part, row // 8, row % 8, column]
+    y = tl.sum(tl.reshape(acc, [PARTS, 128]), 0)
+    return tl.sum(tl.reshape(y, [16, 8 // TOKENS, TOKENS]), 1)
 
 
 @triton.jit
@@ -192,43 +244,54 @@ def int4_few_tokens_kernel(
     HAS_RES: tl.constexpr,
     WHOLE: tl.constexpr,  # K is a multiple of 128
     RAW: tl.constexpr,  # scales after the product; necessary where they are fp32
+    WIDE: tl.constexpr,  # scales are fp32
     EVEN: tl.constexpr,  # K is a multiple of 128 PARTS: no masks
-    TILES: tl.constexpr,  # blocks of 16 rows a program: 1 or 2, which share the loads of x
+    TOKENS: tl.constexpr,  # 1, 2, 4 or 8, at least T
+    COUNT: tl.constexpr,  # steps of the loop's body; a step is one tile of each part
+    REST: tl.constexpr,  # steps that are left after it
+    BATCH: tl.constexpr,  # steps whose weights are asked for at once
     PARTS: tl.constexpr,  # warps
-    STAGES: tl.constexpr,  # of the loop's loads; 1 is none in advance
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t, n] = row_scale[t] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for TILES blocks of 16 rows and T <= 8."""
+    """y[t, n] = row_scale[t] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for 16 rows and T <= 8."""
     let_next_start(PDL)
     words_k = K32 * 4
-    block0 = tl.program_id(0) * TILES
-    block1 = tl.minimum(block0 + TILES - 1, (N - 1) // 16)  # read again where there is no other, and not stored
-    acc0 = tl.zeros([PARTS * 8, 16], tl.float32)
-    acc1 = acc0
+    block = tl.program_id(0)
     steps = tl.cdiv(words_k, 16 * PARTS)
-    if STAGES == 1:  # the first weights are on their way while the kernel before still works
-        first = _fetch(w_ptr, s_ptr, m_ptr, block0, 0, N, words_k, G8, HAS_MIN, RAW, WHOLE, EVEN, PARTS)
-        second = first
-        if TILES == 2:
-            second = _fetch(w_ptr, s_ptr, m_ptr, block1, 0, N, words_k, G8, HAS_MIN, RAW, WHOLE, EVEN, PARTS)
-        wait_for_previous(PDL)
-        acc0, acc1 = _step(
-            acc0, acc1, first, second, x_ptr, s_ptr, m_ptr, block0, block1, 0, T, N, words_k,
-            G8, HAS_MIN, RAW, EVEN, TILES, PARTS, USE_PTX,
+    acc = tl.zeros([PARTS * 8, 16], tl.float32)
+    # The first weights are on their way while the kernel before still works.
+    FIRST: tl.constexpr = BATCH if BATCH < COUNT else COUNT
+    fetched = _fetch(w_ptr, s_ptr, m_ptr, block, 0, words_k, FIRST, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS)
+    wait_for_previous(PDL)
+    acc = _steps(
+        acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, 0, steps, T, words_k, COUNT, FIRST,
+        G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
+    )  # fmt: skip
+    for step in tl.range(COUNT, steps - REST, COUNT, num_stages=1):
+        fetched = _fetch(
+            w_ptr, s_ptr, m_ptr, block, step, words_k, FIRST, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS
+        )
+        acc = _steps(
+            acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, step, steps, T, words_k, COUNT, FIRST,
+            G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
         )  # fmt: skip
-    else:
-        wait_for_previous(PDL)
-    for step in tl.range(1 if STAGES == 1 else 0, steps, num_stages=STAGES):
-        start = step * PARTS
-        first = _fetch(w_ptr, s_ptr, m_ptr, block0, start, N, words_k, G8, HAS_MIN, RAW, WHOLE, EVEN, PARTS)
-        second = first
-        if TILES == 2:
-            second = _fetch(w_ptr, s_ptr, m_ptr, block1, start, N, words_k, G8, HAS_MIN, RAW, WHOLE, EVEN, PARTS)
-        acc0, acc1 = _step(
-            acc0, acc1, first, second, x_ptr, s_ptr, m_ptr, block0, block1, start, T, N, words_k,
-            G8, HAS_MIN, RAW, EVEN, TILES, PARTS, USE_PTX,
+    if REST > 0:
+        LAST: tl.constexpr = BATCH if BATCH < REST else REST
+        fetched = _fetch(
+            w_ptr, s_ptr, m_ptr, block, steps - REST, words_k, LAST,
+            G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS,
         )  # fmt: skip
-    _store(acc0, row_scale_ptr, bias_ptr, res_ptr, y_ptr, block0, T, N, HAS_BIAS, HAS_RES, PARTS)
-    if TILES == 2:  # block1 unclamped: rows that do not exist are not stored
-        _store(acc1, row_scale_ptr, bias_ptr, res_ptr, y_ptr, block0 + 1, T, N, HAS_BIAS, HAS_RES, PARTS)
+        acc = _steps(
+            acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, steps - REST, steps, T, words_k, REST, LAST,
+            G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
+        )  # fmt: skip
+    n, token = block * 16 + tl.arange(0, 16)[:, None], tl.arange(0, TOKENS)[None, :]
+    mask = (token < T) & (n < N)
+    y = _rows(acc, PARTS, TOKENS) * tl.load(row_scale_ptr + token, mask=token < T, other=0)
+    at = token * N + n
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)
+    if HAS_RES:
+        y += tl.load(res_ptr + at, mask=mask, other=0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,13 +1,12 @@
 """Product with a packed INT4 matrix: y = x W^T + bias, W stored as kernels/int4_packing.py defines.
 
-x [T, K], y [T, N]; qweight int32 [N', K/8], scales and mins [N, K/G], bias [N]; N' is N rounded up to 16.
+x [T, K], y [T, N]; qweight int32 [N', K/8], scales and mins [N'/16, K/G, 16], bias [N]; N' is N rounded up to 16.
 Bytes moved for one token: N * K / 2 codes + 2 N K / G a scale (twice that with mins); x and y are nothing beside it.
 
-On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 with |x| <= 512 and a power of two per row. Four
+On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 with |x| <= 512 and a power of two per row. Three
 kernels share the layout:
 
     int4_few_tokens 1 to 8 tokens: tensor-core instructions fed from registers, in the order in which words lie.
-    int4_gemv       one token, the other way: vector arithmetic. `settings_for` says which one serves.
     int4_gemm       9 to about 64 tokens: tl.dot on dequantised tiles, one dot per nibble position, so that nothing is
                     shuffled: the inputs of nibble p are gathered from x instead.
     dequantize_int4 longer prefill: one matrix into bf16 scratch, for the library's dense product.
@@ -19,41 +18,27 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.gpu import tl, triton
-from localchat.kernels.int4_address import word_offset
+from localchat.kernels.int4_address import scale_offset, word_offset
 from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
-from localchat.kernels.int4_gemv import int4_gemv_kernel
-from localchat.kernels.int4_packing import GROUP_SIZES, dequantize, padded_rows
+from localchat.kernels.int4_packing import GROUP_SIZES, TILE_ROWS, dequantize, padded_rows, unpack_scales
 from localchat.kernels.pdl import pdl_options
 
 
-class Vector(NamedTuple):
-    """int4_gemv: rows a program, words a step, warps."""
-
-    rows: int
-    words: int
-    warps: int
-
-
 class Fragments(NamedTuple):
-    """int4_few_tokens: blocks of 16 rows a program (1 or 2), warps, stages of its loads (1: none in advance)."""
+    """int4_few_tokens: warps of a program, and tiles that a warp asks for at once."""
 
-    tiles: int
     parts: int
-    stages: int
+    batch: int
 
 
-def settings_for(tokens: int, n: int, k: int, has_min: bool) -> Vector | Fragments:
-    """Which kernel serves 1 to 8 tokens, and how it is launched. Not measured yet.
+def settings_for(tokens: int, n: int, k: int) -> Fragments:
+    """How the kernel for 1 to 8 tokens is launched. Measured on an H200, 2026-11-30 (NOTES.md).
 
-    With a minimum two blocks a program do not fit into the registers that the compiler wants to use on sm_120.
+    Four warps everywhere. Batches of five are best where all programs find room at once (three a multiprocessor) or
+    are very many; of two where five would leave a few for later, and where K is long.
     """
-    return Fragments(tiles=2 if n >= 32768 and not has_min else 1, parts=8 if k >= 16384 else 4, stages=1)
-
-
-def vector_settings(n: int, k: int) -> Vector:
-    """For one token. Measured on an H200 with version 2 of the format, 2026-11-30 (NOTES.md)."""
-    words, warps = (512, 4) if k >= 16384 else (128, 1)
-    return Vector(4 if n >= 32768 else 2, words, warps)
+    few_left = 3 * 132 < n // 16 <= 4 * 132
+    return Fragments(parts=4, batch=2 if few_left or k >= 16384 else 5)
 
 
 GEMM_WARPS = 8  # with 4, tiles of 32 tokens and more do not fit into registers
@@ -65,10 +50,18 @@ def gemm_tokens(tokens: int) -> int:
 
 
 def int4_matmul_reference(
-    x: Tensor, qweight: Tensor, scales: Tensor, mins: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    rows: int | None = None,
 ) -> Tensor:
-    """Dequantise W in fp32, multiply in fp32, round once to x's dtype. -> [T, N]."""
-    y = x.float() @ dequantize(qweight, scales, mins).T
+    """Dequantise W in fp32, multiply in fp32, round once to x's dtype. -> [T, N]; rows: N, else N'."""
+    n = qweight.shape[0] if rows is None else rows
+    by_row = (unpack_scales(scales, n), None if mins is None else unpack_scales(mins, n))
+    y = x.float() @ dequantize(qweight, *by_row).T
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
@@ -102,7 +95,6 @@ def _int4_gemm_kernel(
     words_k = K32 * 4
     groups = words_k // G8
     x_row = x_ptr + t.to(tl.int64)[:, None] * (words_k * 8)
-    s_row = n.to(tl.int64)[None, :] * groups
     t_valid, n_valid = t[:, None] < T, n[None, :] < N
     acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for start in range(0, words_k, WORDS):
@@ -111,9 +103,10 @@ def _int4_gemm_kernel(
         group = word // G8
         mask = valid[:, None] & n_valid
         w = tl.load(w_ptr + word_offset(n[None, :], word[:, None], words_k, WHOLE), mask=mask, other=0)
-        s = tl.load(s_ptr + s_row + group[:, None], mask=mask, other=0).to(tl.float32)
+        scale = scale_offset(n[None, :], group[:, None], groups)
+        s = tl.load(s_ptr + scale, mask=mask, other=0).to(tl.float32)
         if HAS_MIN:
-            m = tl.load(m_ptr + s_row + group[:, None], mask=mask, other=0).to(tl.float32)
+            m = tl.load(m_ptr + scale, mask=mask, other=0).to(tl.float32)
         else:
             m = -8 * s
         for p in tl.static_range(4):
@@ -150,9 +143,10 @@ def _dequantize_int4_kernel(
     valid = word < words_k
     group = word // G8
     w = tl.load(w_ptr + word_offset(n, word, words_k, WHOLE), mask=valid, other=0)
-    s = tl.load(s_ptr + n * (words_k // G8) + group, mask=valid, other=0).to(tl.float32)
+    scale = scale_offset(n, group, words_k // G8)
+    s = tl.load(s_ptr + scale, mask=valid, other=0).to(tl.float32)
     if HAS_MIN:
-        m = tl.load(m_ptr + n * (words_k // G8) + group, mask=valid, other=0).to(tl.float32)
+        m = tl.load(m_ptr + scale, mask=valid, other=0).to(tl.float32)
     else:
         m = -8 * s
     for p in tl.static_range(4):
@@ -173,32 +167,34 @@ def int4_matmul(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
+    rows: int | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-    settings: Vector | Fragments | None = None,
+    settings: Fragments | None = None,
     use_ptx: bool | None = None,
 ) -> Tensor:
     """x fp16 [T, K] with row_scale fp32 [T] (scaled half) -> y [T, N] in `dtype`.
 
-    bias [N] and residual [T, N] are added in the epilogue.
+    bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
     settings: of the kernel for up to 8 tokens; None: `settings_for`. use_ptx: that kernel's inline PTX or its plain
     twin; None: PTX on CUDA, where the interpreter has none.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together, or the settings are those of another number of tokens.
+        ValueError: shapes or dtypes do not belong together, or the settings are for fewer tokens.
     """
-    (tokens, k), (rows, words) = x.shape, qweight.shape
-    n, groups = scales.shape if scales.dim() == 2 else (0, 0)
+    (tokens, k), (stored, words) = x.shape, qweight.shape
+    n = stored if rows is None else rows
+    groups = scales.shape[1] if scales.dim() == 3 else 0
     group_size = k // max(groups, 1)
-    fits = words * 8 == k and rows == padded_rows(n) and scales.shape == (n, k // max(group_size, 1))
-    if x.dtype != torch.float16 or not fits or group_size not in GROUP_SIZES:
+    fits = words * 8 == k and stored == padded_rows(n) and scales.shape == (stored // TILE_ROWS, groups, TILE_ROWS)
+    if x.dtype != torch.float16 or not fits or group_size not in GROUP_SIZES or k % group_size:
         raise ValueError(
             f"int4_matmul: got x {x.dtype} {list(x.shape)}, qweight {list(qweight.shape)}, "
-            f"scales {list(scales.shape)}, wanted fp16 [T, K], [N rounded up to 16, K/8], [N, K/G]"
+            f"scales {list(scales.shape)}, wanted fp16 [T, K], [N rounded up to 16, K/8], [N/16, K/G, 16]"
         )
     y = torch.empty(tokens, n, dtype=dtype, device=x.device) if out is None else out
-    stored = (
+    tensors = (
         qweight,
         scales,
         scales if mins is None else mins,
@@ -212,34 +208,46 @@ def int4_matmul(
         "HAS_RES": residual is not None,
         "WHOLE": k % 128 == 0,
     }
-    if settings is None and tokens <= FEW_TOKENS:
-        settings = settings_for(tokens, n, k, mins is not None)
-    if settings is not None:
-        if tokens > (1 if isinstance(settings, Vector) else FEW_TOKENS):
-            raise ValueError(f"int4_matmul: got {tokens} tokens for {settings}, wanted 1, or up to {FEW_TOKENS}")
-        launch: dict[str, Any] = {**flags, "USE_PTX": x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x)}
-        if isinstance(settings, Vector):
-            int4_gemv_kernel[(triton.cdiv(n, settings.rows),)](
-                x, row_scale, *stored, y, n, k // 32,
-                **launch, ROWS=settings.rows, WORDS=settings.words, num_warps=settings.warps,
-            )  # fmt: skip
-            return y
-        tiles, parts, stages = settings
-        if group_size < 128 and scales.dtype != torch.float16:  # a rare form with four times the sums in registers
-            tiles = stages = 1
-        raw = group_size == 128 or scales.dtype != torch.float16
-        int4_few_tokens_kernel[(triton.cdiv(n, 16 * tiles),)](
-            x, row_scale, *stored, y, tokens, n, k // 32,
-            **launch, RAW=raw, EVEN=k % (128 * parts) == 0, TILES=tiles, PARTS=parts, STAGES=stages, num_warps=parts,
+    if tokens <= FEW_TOKENS:
+        launch = few_tokens_options(tokens, k, group_size, scales.dtype, settings or settings_for(tokens, n, k))
+        int4_few_tokens_kernel[(stored // TILE_ROWS,)](
+            x, row_scale, *tensors, y, tokens, n, k // 32,
+            **flags, **launch, USE_PTX=x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x),
         )  # fmt: skip
         return y
+    if settings is not None:
+        raise ValueError(f"int4_matmul: got {tokens} tokens for {settings}, wanted up to {FEW_TOKENS}")
     block_t = gemm_tokens(tokens)
     grid = (triton.cdiv(n, 64), triton.cdiv(tokens, block_t))
     _int4_gemm_kernel[grid](
-        x, row_scale, *stored, y, tokens, n, k // 32,
+        x, row_scale, *tensors, y, tokens, n, k // 32,
         **flags, BLOCK_T=block_t, BLOCK_N=64, WORDS=32, num_warps=GEMM_WARPS, num_stages=3,
     )  # fmt: skip
     return y
+
+
+def few_tokens_options(tokens: int, k: int, group_size: int, dtype: torch.dtype, settings: Fragments) -> dict[str, Any]:
+    """The constants of the kernel for 1 to 8 tokens; dtype: of the scales.
+
+    A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better.
+    """
+    parts, batch = settings
+    wide = dtype != torch.float16
+    columns = next(t for t in (1, 2, 4, 8) if t >= tokens)
+    steps = -(-k // (128 * parts))
+    bodies = -(-steps // max(4, 8 // columns))
+    count = -(-steps // bodies)
+    return {
+        "RAW": group_size == 128 or wide,
+        "WIDE": wide,
+        "EVEN": k % (128 * parts) == 0,
+        "TOKENS": columns,
+        "COUNT": count,
+        "REST": steps % count,
+        "BATCH": min(batch, count),
+        "PARTS": parts,
+        "num_warps": parts,
+    }
 
 
 def dequantize_int4(qweight: Tensor, scales: Tensor, mins: Tensor | None, out: Tensor) -> Tensor:
@@ -248,9 +256,9 @@ def dequantize_int4(qweight: Tensor, scales: Tensor, mins: Tensor | None, out: T
     Raises:
         ValueError: `out` has another shape.
     """
-    n, words = scales.shape[0], qweight.shape[1]
-    if out.shape != (n, words * 8):
-        raise ValueError(f"dequantize_int4: got out {list(out.shape)}, wanted {[n, words * 8]}")
+    n, words = out.shape[0], qweight.shape[1]
+    if out.shape != (n, words * 8) or padded_rows(n) != qweight.shape[0]:
+        raise ValueError(f"dequantize_int4: got out {list(out.shape)}, wanted {[qweight.shape[0], words * 8]}")
     _dequantize_int4_kernel[(n, triton.cdiv(words, 256))](
         qweight, scales, scales if mins is None else mins, out, words // 4,
         G8=words // scales.shape[1], HAS_MIN=mins is not None, WHOLE=words % 16 == 0, WORDS=256, num_warps=4,

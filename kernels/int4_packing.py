@@ -9,8 +9,8 @@ a code q in 0..15:
     scale + min    w = scale * q + min
 
     qweight  int32 [N', K/8]    eight codes a word, see below; N' is N rounded up to 16
-    scales   fp16  [N, K/G]     fp32 for a tensor whose scales leave fp16's range
-    mins     fp16  [N, K/G]     only with scale + min; the dtype of scales
+    scales   fp16  [N'/16, K/G, 16]  fp32 for a tensor whose scales leave fp16's range
+    mins     fp16  [N'/16, K/G, 16]  only with scale + min; the dtype of scales
 
     A group of G inputs is G/2 pairs of neighbours and G/8 words. Word c of the group holds the pairs c, c + G/8,
     c + 2 G/8, c + 3 G/8; the p-th of them lies at bits 4p (its even input) and 16+4p (its odd one). So
@@ -20,8 +20,12 @@ a code q in 0..15:
     Words lie in tiles of 16 rows x 16 words (128 inputs, 1 KB), one after the other along K and then down the rows; in
     a tile, row by row. So a warp reads a tile in one piece, as the fragments of a tensor core's instruction. The last
     tile of 16 rows is narrower where K/8 is no multiple of 16 (its rows are K/8 mod 16 words then), and where N is none
-    there are rows of zeros, which have no scales. Rows of several matrices can only be put above each other as codes,
-    before `pack`, unless each has a multiple of 16. kernels/int4_address.py says this to kernels.
+    there are rows of zeros. Rows of several matrices can only be put above each other as codes, before `pack`, unless
+    each has a multiple of 16. kernels/int4_address.py says this to kernels.
+
+    Scales and minima of a tile lie together as well, for the rows 0, 8, 1, 9, ... 7, 15 of its 16: the two that a lane
+    of a fragment has are neighbours. `pack_scales` takes them from [N, K/G] to there. Everything up to `pack`, and
+    `dequantize`, has them by row.
 
 INT8 rows, for the embedding, lm_head, exceptions, and matrices whose K is no multiple of 32:
 
@@ -92,7 +96,7 @@ def unpack(qweight: Tensor, group_size: int, n: int) -> Tensor:
 
 
 def dequantize(qweight: Tensor, scales: Tensor, mins: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """INT4 tensors as stored -> W [N, K] in `dtype`, computed in fp32.
+    """qweight as stored, scales and mins by row -> W [N, K] in `dtype`, computed in fp32.
 
     Raises:
         ValueError: the shapes of qweight, scales and mins do not belong together.
@@ -108,6 +112,20 @@ def dequantize(qweight: Tensor, scales: Tensor, mins: Tensor | None, dtype: torc
     scale = scales.float().unsqueeze(-1)
     weight = scale * (codes - 8) if mins is None else scale * codes + mins.float().unsqueeze(-1)
     return weight.view(n, k).to(dtype)
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """Scales or minima by row [N, K/G] -> as stored [N'/16, K/G, 16]; zeros for the rows that fill up."""
+    n, groups = scales.shape
+    blocks = torch.nn.functional.pad(scales, (0, 0, 0, padded_rows(n) - n)).view(-1, 2, TILE_ROWS // 2, groups)
+    return blocks.permute(0, 3, 2, 1).reshape(-1, groups, TILE_ROWS)
+
+
+def unpack_scales(stored: Tensor, n: int) -> Tensor:
+    """Scales or minima as stored [N'/16, K/G, 16] -> by row [n, K/G]."""
+    blocks, groups, _ = stored.shape
+    rows = stored.view(blocks, groups, TILE_ROWS // 2, 2).permute(0, 3, 2, 1)
+    return rows.reshape(blocks * TILE_ROWS, groups)[:n]
 
 
 def dequantize_rows(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

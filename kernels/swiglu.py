@@ -1,6 +1,6 @@
-"""SwiGLU: y = silu(gate) * up, the two halves of the fused gate_up product.
+"""SwiGLU: y = silu(gate) * up, from the fused gate_up product.
 
-gate_up [T, 2I] (gate | up), y [T, I]; computed in fp32, rounded once. Source: arXiv 2002.05202.
+gate_up [T, 2I] (gate and up in turn), y [T, I]; computed in fp32, rounded once. Source: arXiv 2002.05202.
 The reference returns gate_up's dtype. The kernel takes fp32 or bf16 and returns what down_proj takes: scaled half
 (kernels/scaled_half.py), which needs the row's maximum first and so reads the row twice (the second time from L2),
 or bf16 in one pass. Moves 2 T I elements in and 2 T I bytes out; one program a row.
@@ -22,15 +22,16 @@ _WHOLE = 32768
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2I] -> [T, I]."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 @triton.jit
-def _silu_times(gate_ptr, up_ptr, mask):
-    """silu(gate) * up of one block, fp32; the exponential never overflows."""
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr, mask=mask, other=0.0).to(tl.float32)
+def _silu_times(row_ptr, start, inner, BLOCK: tl.constexpr):
+    """silu(gate) * up of BLOCK pairs from `start` on, fp32; the exponential never overflows."""
+    offsets = 2 * start + tl.arange(0, 2 * BLOCK)
+    both = tl.load(row_ptr + offsets, mask=offsets < 2 * inner, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(both, [BLOCK, 2]))
     return silu(gate) * up
 
 
@@ -41,12 +42,12 @@ def _swiglu_kernel(
     let_next_start(PDL)
     row = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
-    gate_row = x_ptr + row.to(tl.int64) * 2 * inner + offsets
+    x_row = x_ptr + row.to(tl.int64) * 2 * inner
     y_row = y_ptr + row.to(tl.int64) * inner + offsets
     wait_for_previous(PDL)
     if WHOLE:  # the row stays in registers between its maximum and its scaling
         mask = offsets < inner
-        y = _silu_times(gate_row, gate_row + inner, mask)
+        y = _silu_times(x_row, 0, inner, BLOCK)
         if HALF:
             scale, inverse = power_of_two_scale(tl.max(tl.abs(y), 0))
             tl.store(scale_ptr + row, scale)
@@ -56,16 +57,14 @@ def _swiglu_kernel(
     if HALF:
         peaks = tl.zeros([BLOCK], tl.float32)
         for start in range(0, inner, BLOCK):
-            mask = start + offsets < inner
-            peaks = tl.maximum(peaks, tl.abs(_silu_times(gate_row + start, gate_row + inner + start, mask)))
+            peaks = tl.maximum(peaks, tl.abs(_silu_times(x_row, start, inner, BLOCK)))
         scale, inverse = power_of_two_scale(tl.max(peaks, 0))
         tl.store(scale_ptr + row, scale)
     else:
         inverse = 1.0
     for start in range(0, inner, BLOCK):
-        mask = start + offsets < inner
-        y = _silu_times(gate_row + start, gate_row + inner + start, mask) * inverse
-        tl.store(y_row + start, y.to(y_ptr.dtype.element_ty), mask=mask)
+        y = _silu_times(x_row, start, inner, BLOCK) * inverse
+        tl.store(y_row + start, y.to(y_ptr.dtype.element_ty), mask=start + offsets < inner)
 
 
 def swiglu(gate_up: Tensor, *, half: bool) -> tuple[Tensor, Tensor | None]:

@@ -105,7 +105,8 @@ class CudaOps(ReferenceOps):
         x, row_scale = activation
         if row_scale is not None and linear.bits != 16:
             if linear.bits == 4:
-                return int4_matmul(x, row_scale, linear.qweight, linear.scales, linear.mins, linear.bias, residual)
+                stored = (linear.qweight, linear.scales, linear.mins)
+                return int4_matmul(x, row_scale, *stored, linear.bias, residual, rows=linear.n)
             return int8_matmul(x, row_scale, linear.weight, linear.scales, linear.bias, residual)
         if row_scale is not None:
             x = (x.float() * row_scale[:, None]).to(torch.bfloat16)
@@ -118,7 +119,7 @@ class CudaOps(ReferenceOps):
         """The matrix in bf16 [N, K], in scratch that all share: it grows to the largest one that a prefill needs."""
         if linear.bits == 16:
             return linear.weight
-        n, k = linear.weight.shape if linear.bits == 8 else (linear.scales.shape[0], linear.qweight.shape[1] * 8)
+        n, k = linear.weight.shape if linear.bits == 8 else (linear.n, linear.qweight.shape[1] * 8)
         if n * k > self._scratch.numel():
             self._scratch = torch.empty(n * k, dtype=torch.bfloat16, device=self._scratch.device)
         out = self._scratch[: n * k].view(n, k)

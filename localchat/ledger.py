@@ -3,8 +3,8 @@
 Computed from shapes alone (a registry entry or a config.json) for a given context, or from the tensors of a packed
 folder. All numbers are bytes; GB in texts means 1e9 bytes. Nothing here imports torch.
 
-    matrix [N, K], INT4, groups of G:  N*K/2 for the codes (N rounded up to 16), N*K/G * 2 for fp16 scales, as much
-                                       again for mins
+    matrix [N, K], INT4, groups of G:  N*K/2 for the codes, N*K/G * 2 for fp16 scales, as much again for mins; N rounded
+                                       up to 16
     matrix [N, K], INT8:               N*K for the codes, N * 4 for fp32 scales
     keys and values of one token:      2 * attention layers * num_key_value_heads * head_dim * 2 (bf16; fp32 on a CPU)
     gated delta net state:             value heads * key dim * value dim * 4 (fp32) a layer, and the last three
@@ -198,7 +198,8 @@ def _workspace_bytes(config: ModelConfig, device: str) -> int:
 def _matrix_bytes(n: int, k: int, form: TensorFormat) -> tuple[int, int]:
     """(codes, scales and mins) of a matrix [n, k]."""
     if form.bits == 4:
-        return -(-n // TILE_ROWS) * TILE_ROWS * k // 2, n * (k // form.group_size) * 2 * (1 if form.symmetric else 2)
+        rows = -(-n // TILE_ROWS) * TILE_ROWS
+        return rows * k // 2, rows * (k // form.group_size) * 2 * (1 if form.symmetric else 2)
     return (n * k, n * 4) if form.bits == 8 else (n * k * 2, 0)
 
 

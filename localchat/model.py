@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from localchat.cache import KVCache
 from localchat.config import ModelConfig, TensorFormat
-from localchat.kernels.int4_packing import padded_rows
+from localchat.kernels.int4_packing import TILE_ROWS, padded_rows
 from localchat.ops import ReferenceOps
 from localchat.rope import Rotary, inverse_frequencies
 
@@ -28,12 +28,12 @@ class Linear(nn.Module):
 
     def __init__(self, n: int, k: int, fmt: TensorFormat, *, bias: bool = False) -> None:
         super().__init__()
-        self.bits, self.group_size = fmt.bits, fmt.group_size
+        self.n, self.bits, self.group_size = n, fmt.bits, fmt.group_size
         if fmt.bits == 4:
-            groups = k // fmt.group_size
+            groups = (padded_rows(n) // TILE_ROWS, k // fmt.group_size, TILE_ROWS)
             self.register_buffer("qweight", torch.empty(padded_rows(n), k // 8, dtype=torch.int32))
-            self.register_buffer("scales", torch.empty(n, groups, dtype=torch.float16))
-            self.register_buffer("mins", None if fmt.symmetric else torch.empty(n, groups, dtype=torch.float16))
+            self.register_buffer("scales", torch.empty(groups, dtype=torch.float16))
+            self.register_buffer("mins", None if fmt.symmetric else torch.empty(groups, dtype=torch.float16))
         else:
             self.register_buffer("weight", torch.empty(n, k, dtype=torch.int8 if fmt.bits == 8 else None))
             if fmt.bits == 8:
@@ -113,7 +113,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward."""
+    """SwiGLU feed-forward; the rows of gate and up take turns in gate_up_proj."""
 
     def __init__(self, config: ModelConfig, name: str, ops: ReferenceOps) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def synthetic_model(entry: Entry, device: str, seed: int = 0, ops: ReferenceOps 
 def _fill_linear(linear: Linear, device: torch.device) -> None:
     """Uniform codes; scales that make the product of a normalised input about one, and a quarter of that for INT4."""
     if linear.bits == 4:
-        n, shape = linear.scales.shape[0], linear.qweight.shape  # rows without scales are random as well: nobody looks
+        n, shape = linear.n, linear.qweight.shape  # rows that fill up are random as well: nobody looks
         linear.qweight = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
         scale = 0.25 / (4.6 * math.sqrt(8 * shape[1]))  # 4.6: standard deviation of q - 8
         linear.scales = torch.full(linear.scales.shape, scale, dtype=torch.float16, device=device)

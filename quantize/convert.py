@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localchat.config import TensorFormat
 from localchat.errors import BadCheckpoint, UserError
-from localchat.kernels.int4_packing import pack
+from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.quantize.plan import Matrix, Recipe, check_recipe, packed_config, plan, upper_size
 from localchat.quantize.scales import quantize_int4, quantize_int8_rows
 from localchat.quantize.source import Grid, Source, check, has_mtp
@@ -165,12 +165,15 @@ def _pack_matrix(
     for part in matrix.parts:
         parts.append(_pack_part(source, f"{part}.weight", matrix.format, energy, recipe, device, pool))
     for kind in list(parts[0]):
+        stacked = _stack([part.pop(kind) for part in parts], matrix.alternate)
         if kind == "codes":  # words of rows that are no multiple of a tile's could not be stacked
-            yield "qweight", pack(_stack([part.pop(kind) for part in parts]), matrix.format.group_size)
+            yield "qweight", pack(stacked, matrix.format.group_size)
+        elif matrix.format.bits == 4:
+            yield kind, pack_scales(stacked)
         else:
-            yield kind, _stack([part.pop(kind) for part in parts])
+            yield kind, stacked
     if matrix.bias:
-        yield "bias", _stack([read_finite(source, f"{part}.bias") for part in matrix.parts])
+        yield "bias", _stack([read_finite(source, f"{part}.bias") for part in matrix.parts], matrix.alternate)
 
 
 def _pack_part(
@@ -206,14 +209,15 @@ def _round_part(
     return tensors if mins is None else {**tensors, "mins": mins}
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
-    """Parts above each other, in the widest of their dtypes."""
+def _stack(parts: list[Tensor], alternate: bool) -> Tensor:
+    """Parts above each other, or their rows in turn, in the widest of their dtypes."""
     if len(parts) == 1:
         return parts[0]
     dtype = parts[0].dtype
     for part in parts[1:]:
         dtype = torch.promote_types(dtype, part.dtype)
-    return torch.cat([part.to(dtype) for part in parts])
+    same = [part.to(dtype) for part in parts]
+    return torch.stack(same, 1).flatten(0, 1) if alternate else torch.cat(same)
 
 
 def read_finite(source: Source, name: str) -> Tensor:

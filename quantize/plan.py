@@ -39,6 +39,7 @@ class Matrix:
     """One matrix of the packed folder: its parts in the source, stacked along the rows, and its format.
 
     shape: [N, K]. norm: the norm in front of it, whose squared gain is the energy of its inputs, or "".
+    alternate: the rows of the parts take turns, instead of one part below the other.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Matrix:
     format: TensorFormat
     bias: bool = False
     norm: str = ""
+    alternate: bool = False
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -97,7 +99,7 @@ def _block(config: ModelConfig, recipe: Recipe, layer: str, kind: str) -> list[M
     mixer = _attention if kind == "full_attention" else _delta_net
     return [
         *mixer(config, recipe, layer),
-        Matrix(f"{mlp}.gate_up_proj", gate_up, (2 * inter, hidden), int4_h, config.mlp_bias, norm),
+        Matrix(f"{mlp}.gate_up_proj", gate_up, (2 * inter, hidden), int4_h, config.mlp_bias, norm, alternate=True),
         Matrix(f"{mlp}.down_proj", (f"{mlp}.down_proj",), (hidden, inter), int4_i, config.mlp_bias),
     ]
 
@@ -191,6 +193,7 @@ def upper_size(matrix: Matrix, wide: bool = False) -> int:
     """
     n, k = matrix.shape
     if matrix.format.bits == 4:
-        scales = n * (k // matrix.format.group_size) * (1 if matrix.format.symmetric else 2)
-        return padded_rows(n) * k // 2 + scales * (4 if wide else 2)
+        rows = padded_rows(n)
+        scales = rows * (k // matrix.format.group_size) * (1 if matrix.format.symmetric else 2)
+        return rows * k // 2 + scales * (4 if wide else 2)
     return n * k * (4 if matrix.format.bits == 16 else 1) + 4 * n

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from localchat import bench
 from localchat.config import ModelConfig
+from localchat.kernels.int4_packing import unpack_scales
 from localchat.kernels.rope_kv_write import rope_kv_write_reference
 from localchat.model import Linear, RMSNorm
 from localchat.ops import ReferenceOps
@@ -155,11 +156,11 @@ class TorchOps(ReferenceOps):
 
     def prepare(self, linear: Linear) -> None:
         if linear.bits == 4:
-            n = linear.scales.shape[0]
-            codes = linear.qweight[:n].view(torch.uint8)  # random codes, so their order does not matter
+            codes = linear.qweight[: linear.n].view(torch.uint8)  # random codes, so their order does not matter
             linear.cpu_qweight = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
-            zeros = torch.zeros_like(linear.scales)
-            linear.cpu_scales_zeros = torch.stack((linear.scales, zeros), -1).transpose(0, 1).bfloat16().contiguous()
+            scales = unpack_scales(linear.scales, linear.n)
+            stacked = torch.stack((scales, torch.zeros_like(scales)), -1)
+            linear.cpu_scales_zeros = stacked.transpose(0, 1).bfloat16().contiguous()
             linear.qweight = linear.scales = torch.empty(0, device="cuda")
         elif linear.bits == 8:
             linear.weight = (linear.weight * linear.scales[:, None]).bfloat16()

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from localchat.kernels import attention, gated_delta_net, gated_delta_net_prefill, int4_matmul, int8_matmul
 from localchat.kernels.int4_matmul import Fragments
 
@@ -192,23 +194,12 @@ def _sampling_cases() -> list[Case]:
 
 
 def _product_cases() -> list[Case]:
-    """One token by vector_settings, both formats and all groups; more than 8 tokens; the matrix itself."""
+    """More than 8 tokens, and the matrix itself."""
     cases = []
     pointers = "*fp16 *fp32 *i32 *fp16 *fp16 *fp32 *fp32 *fp32"  # x, row scale, words, scales, mins, bias, residual, y
-    for group, has_min, n, k in (
-        (128, False, 55296, 5120),
-        (128, False, 5120, 27648),
-        (128, True, 5120, 5120),
-        (64, True, 896, 896),
-        (32, True, 1536, 576),
-    ):
+    for group, has_min, n, k in ((128, False, 5120, 27648), (32, True, 1536, 576)):
         flags = {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
-        rows, words, warps = int4_matmul.vector_settings(n, k)
         name = f"{n} x {k} groups of {group}{' with min' if has_min else ''}"
-        launch = {**flags, "ROWS": rows, "WORDS": words, "USE_PTX": True}
-        cases.append(Case(f"int4_gemv {name}", "int4_gemv.int4_gemv_kernel", f"{pointers} i32:16 i32", launch, warps))
-        if n not in (5120, 1536) or k == n == 5120:
-            continue  # another set of flags or groups is what makes another kernel below
         cases += [
             Case(
                 f"int4_gemm {name} {tokens} tokens",
@@ -248,36 +239,38 @@ def _product_cases() -> list[Case]:
 
 
 def _few_tokens_cases() -> list[Case]:
-    """Both forms with and without a minimum, K with and without masks, one token and some; other settings."""
+    """All forms with and without a minimum, K with and without masks, each number of columns; other settings."""
     cases = []
     for group, has_min, n, k, scales, tokens, settings in (
         (128, False, 55296, 5120, "fp16", 1, None),
+        (128, False, 55296, 5120, "fp16", 2, None),
+        (128, False, 55296, 5120, "fp16", 4, None),
         (128, False, 55296, 5120, "fp16", 8, None),
         (128, False, 5120, 27648, "fp16", 1, None),
         (128, True, 5120, 5120, "fp16", 1, None),
         (128, True, 55296, 5120, "fp16", 8, None),
-        (128, False, 5120, 5120, "fp16", 8, Fragments(2, 4, 3)),
+        (128, True, 5120, 5120, "fp32", 1, None),
+        (128, False, 5120, 5120, "fp16", 1, Fragments(8, 2)),
         (128, False, 1152, 896, "fp16", 1, None),
         (64, False, 9728, 896, "fp16", 1, None),
         (32, True, 3072, 576, "fp16", 8, None),
-        (32, True, 3072, 1536, "fp16", 1, Fragments(2, 4, 3)),
-        (32, True, 3072, 576, "fp32", 8, Fragments(1, 4, 1)),
+        (32, True, 3072, 1536, "fp16", 1, None),
+        (32, True, 3072, 576, "fp32", 8, Fragments(4, 1)),
     ):
-        chosen = settings or int4_matmul.settings_for(tokens, n, k, has_min)
-        if not isinstance(chosen, Fragments):
-            continue
-        tiles, parts, stages = chosen
-        name = f"{n} x {k} groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
-        launch = {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
-        launch |= {"RAW": group == 128 or scales == "fp32", "EVEN": k % (128 * parts) == 0, "USE_PTX": True}
-        launch |= {"TILES": tiles, "PARTS": parts, "STAGES": stages} | ({"T": 1} if tokens == 1 else {})
+        chosen = settings or int4_matmul.settings_for(tokens, n, k)
+        dtype = torch.float16 if scales == "fp16" else torch.float32
+        launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, chosen)
+        warps = launch.pop("num_warps")
+        launch |= {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
+        launch |= {"USE_PTX": True} | ({"T": 1} if tokens == 1 else {})
+        kind = f"groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
         cases.append(
             Case(
-                f"int4_few_tokens {name}, {tiles} tiles {parts} parts {stages} stages",
+                f"int4_few_tokens {n} x {k} {kind}, {chosen.parts} parts batch {chosen.batch}",
                 "int4_few_tokens.int4_few_tokens_kernel",
                 f"*fp16 *fp32 *i32 *{scales} *{scales} *fp32 *fp32 *fp32{' i32' * (tokens > 1)} i32:16 i32",
                 launch,
-                parts,
+                warps,
             )
         )
     return cases
@@ -371,8 +364,8 @@ def _fragments(ttgir: str) -> list[str]:
 
 
 def _word_loads(ptx: str) -> list[str]:
-    """Loads that are evicted first or asynchronous, without their registers."""
-    loads = re.findall(r"ld\.global\S*evict_first\S*|cp\.async\.c[ag][^;]*", ptx)
+    """Loads that are evicted first or never kept, without their registers."""
+    loads = re.findall(r"ld\.\S*(?:evict_first|no_allocate)\S*", ptx)
     return sorted({re.sub(r"\[.*?\], |, %\w+", "", load) for load in loads})
 
 

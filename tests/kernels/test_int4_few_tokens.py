@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from localchat.kernels import int4_fragments
-from localchat.kernels.int4_matmul import Fragments, Vector, int4_matmul, int4_matmul_reference
-from localchat.kernels.int4_packing import pack
+from localchat.kernels.int4_matmul import Fragments, int4_matmul, int4_matmul_reference
+from localchat.kernels.int4_packing import pack, pack_scales
 
 BOUND = 5e-4
 Relative = Callable[[Tensor, Tensor], float]
@@ -25,23 +25,25 @@ def make(
     codes = torch.randint(0, 16, (n, k), device=device)
     scales = (by * (0.005 + 0.01 * torch.rand(n, k // group, device=device))).to(dtype)
     mins = (by * -0.1 * torch.rand(n, k // group, device=device)).to(dtype) if with_min else None
-    return pack(codes, group), scales, mins
+    return pack(codes, group), pack_scales(scales), None if mins is None else pack_scales(mins)
 
 
 LAUNCHES = [
-    # N: 16 or fewer, a block more than pairs, odd. K: a multiple of all warps' tiles, of no tile, less than they take.
-    (Fragments(1, 4, 1), 33, 1024, 128),
-    (Fragments(2, 2, 1), 33, 768, 128),
-    (Fragments(2, 4, 3), 48, 640, 128),
-    (Fragments(1, 8, 2), 7, 384, 64),
-    (Fragments(2, 2, 1), 40, 448, 64),
-    (Fragments(1, 2, 3), 16, 512, 32),
-    (Fragments(2, 4, 1), 17, 544, 32),
+    # N: 16 or fewer, a block more, odd. K: a multiple of all warps' tiles, of no tile, less than they take; of a loop's
+    # body, less than one, and more with a rest; batches that divide a body or not.
+    (Fragments(4, 2), 33, 1024, 128),
+    (Fragments(1, 1), 33, 1408, 128),
+    (Fragments(2, 5), 48, 2304, 128),
+    (Fragments(4, 5), 48, 640, 128),
+    (Fragments(8, 2), 7, 384, 64),
+    (Fragments(2, 3), 40, 1216, 64),
+    (Fragments(1, 2), 16, 1280, 32),
+    (Fragments(4, 1), 17, 544, 32),
 ]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
 @pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
 def test_every_launch(
     device: torch.device, relative: Relative, launch: tuple[Fragments, int, int, int], tokens: int, with_min: bool
@@ -51,10 +53,10 @@ def test_every_launch(
     stored = make(n, k, group, with_min, device)
     x, row_scale = torch.randn(tokens, k, device=device).half(), 2.0 ** torch.arange(tokens, device=device)
     bias, residual = torch.randn(n, device=device), torch.randn(tokens, n, device=device)
-    wanted = int4_matmul_reference(x.float() * row_scale[:, None], *stored, bias) + residual
+    wanted = int4_matmul_reference(x.float() * row_scale[:, None], *stored, bias, rows=n) + residual
     memory = torch.full((tokens * n + 64,), float("nan"), device=device)
     out = memory[: tokens * n].view(tokens, n)
-    int4_matmul(x, row_scale, *stored, bias, residual, out=out, settings=settings)
+    int4_matmul(x, row_scale, *stored, bias, residual, rows=n, out=out, settings=settings)
     assert relative(out, wanted) < BOUND
     assert bool(memory[tokens * n :].isnan().all())
 
@@ -67,42 +69,25 @@ def test_scales_that_fp16_does_not_hold(
 ) -> None:
     stored = make(20, 640, group, with_min, device, torch.float32, by)
     x = torch.randn(3, 640, device=device).half()
-    out = int4_matmul(x, torch.ones(3, device=device), *stored, settings=Fragments(2, 2, 1))
-    assert relative(out, int4_matmul_reference(x.float(), *stored)) < BOUND
+    out = int4_matmul(x, torch.ones(3, device=device), *stored, rows=20, settings=Fragments(2, 2))
+    assert relative(out, int4_matmul_reference(x.float(), *stored, rows=20)) < BOUND
 
 
-@pytest.mark.parametrize("settings", [Vector(2, 128, 1), Vector(4, 512, 4)], ids=str)
-@pytest.mark.parametrize(("n", "k", "group"), [(33, 576, 64), (20, 1664, 128), (7, 96, 32)])
-@pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
-def test_the_vector_kernel(
-    device: torch.device, relative: Relative, settings: Vector, n: int, k: int, group: int, with_min: bool
-) -> None:
-    stored = make(n, k, group, with_min, device)
-    x, one = torch.randn(1, k, device=device).half(), torch.ones(1, device=device)
-    out = torch.full((1, n), float("nan"), device=device)
-    assert (
-        relative(int4_matmul(x, one, *stored, settings=settings, out=out), int4_matmul_reference(x.float(), *stored))
-        < BOUND
-    )
-
-
-def test_settings_for_another_number_of_tokens_are_refused(device: torch.device) -> None:
-    stored = make(16, 64, 32, False, device)
-    for tokens, settings in ((2, Vector(2, 128, 1)), (9, Fragments(1, 4, 1))):
-        x = torch.zeros(tokens, 64, dtype=torch.float16, device=device)
-        with pytest.raises(ValueError, match=f"got {tokens} tokens"):
-            int4_matmul(x, torch.ones(tokens, device=device), *stored, settings=settings)
+def test_settings_for_more_tokens_are_refused(device: torch.device) -> None:
+    stored, x = make(16, 64, 32, False, device), torch.zeros(9, 64, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match="got 9 tokens"):
+        int4_matmul(x, torch.ones(9, device=device), *stored, settings=Fragments(4, 1))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [Vector(2, 128, 1), Fragments(1, 4, 1), Fragments(2, 8, 3)], ids=str)
+@pytest.mark.parametrize("settings", [Fragments(4, 5), Fragments(8, 2)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
 def test_the_inline_ptx_and_its_twin_agree(
-    card: torch.device, relative: Relative, settings: Vector | Fragments, group: int, with_min: bool
+    card: torch.device, relative: Relative, settings: Fragments, tokens: int, group: int, with_min: bool
 ) -> None:
     stored = make(512, 5120, group, with_min, card)
-    tokens = 1 if isinstance(settings, Vector) else 8
     x, one = torch.randn(tokens, 5120, device=card).half(), torch.ones(tokens, device=card)
     ptx, twin = (int4_matmul(x, one, *stored, settings=settings, use_ptx=use) for use in (True, False))
     assert relative(ptx, twin) < BOUND

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul, int4_matmul_reference
-from localchat.kernels.int4_packing import dequantize, dequantize_rows, pack
+from localchat.kernels.int4_packing import dequantize, dequantize_rows, pack, pack_scales, unpack_scales
 from localchat.kernels.int8_matmul import dequantize_int8, int8_matmul, int8_matmul_reference
 
 # The last two shapes are real ones; they only run on a card.
@@ -31,7 +31,7 @@ def make_int4(n: int, k: int, group: int, with_min: bool, device: torch.device) 
     codes = torch.randint(0, 16, (n, k), device=device)
     scales = (0.005 + 0.01 * torch.rand(n, k // group, device=device)).half()
     mins = (-0.1 * torch.rand(n, k // group, device=device)).half() if with_min else None
-    return pack(codes, group), scales, mins  # type: ignore[return-value]
+    return pack(codes, group), pack_scales(scales), None if mins is None else pack_scales(mins)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -46,10 +46,10 @@ def test_int4(device: torch.device, shape: tuple[int, int, int], tokens: int, wi
     x, row_scale = scaled_half(magnitude * torch.randn(tokens, k, device=device))
     bias = torch.randn(n, device=device) if with_min else None
     residual = magnitude * torch.randn(tokens, n, device=device) if with_min else None
-    wanted = int4_matmul_reference(x.float() * row_scale[:, None], qweight, scales, mins, bias)
+    wanted = int4_matmul_reference(x.float() * row_scale[:, None], qweight, scales, mins, bias, rows=n)
     wanted = wanted if residual is None else wanted + residual
     out = torch.full((tokens, n), float("nan"), device=device)
-    int4_matmul(x, row_scale, qweight, scales, mins, bias, residual, out=out)
+    int4_matmul(x, row_scale, qweight, scales, mins, bias, residual, rows=n, out=out)
     assert relative(out, wanted) < BOUND
 
 
@@ -78,7 +78,8 @@ def test_dequantised_scratch_is_the_matrix(device: torch.device, shape: tuple[in
     n, k, group = shape
     qweight, scales, mins = make_int4(n, k, group, with_min, device)
     out = torch.full((n, k), float("nan"), dtype=torch.float16, device=device)
-    assert relative(dequantize_int4(qweight, scales, mins, out), dequantize(qweight, scales, mins)) < BOUND
+    by_row = (unpack_scales(scales, n), None if mins is None else unpack_scales(mins, n))
+    assert relative(dequantize_int4(qweight, scales, mins, out), dequantize(qweight, *by_row)) < BOUND
     rows, row_scales = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device), torch.rand(n, device=device)
     out.fill_(float("nan"))
     assert relative(dequantize_int8(rows, row_scales, out), dequantize_rows(rows, row_scales)) < BOUND

@@ -36,8 +36,8 @@ def test_large_inputs(device: torch.device, relative: Relative, whole: int, monk
     monkeypatch.setattr(module, "_BLOCK", 64)
     monkeypatch.setattr(module, "_WHOLE", whole)
     gate_up = torch.randn(3, 2 * 150, device=device)
-    gate_up[0, 149] = gate_up[0, 299] = 1e5
-    gate_up[1, :150] = -1e5
+    gate_up[0, 298] = gate_up[0, 299] = 1e5
+    gate_up[1, ::2] = -1e5
     y, row_scale = swiglu(gate_up, half=True)
     assert row_scale is not None
     wanted = swiglu_reference(gate_up)

@@ -45,7 +45,7 @@ def test_only_triton_kernels_run_in_a_step(model: Model) -> None:
         engine._graph._graph.replay()
         torch.cuda.synchronize()
     names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    others = {name for name in names if not (name.startswith("_") and name.endswith("_kernel"))}
+    others = {name for name in names if not name.isidentifier() or not name.endswith("_kernel")}  # theirs are C++ names
     assert not others - {"Activity Buffer Request"}  # the profiler's own
     assert len(names) > 30 * 5
 

@@ -5,6 +5,7 @@ packed weights back in fp32, so the comparison sees the model and nothing of the
 embeddings are random too: as initialised (1 and 0) they would hide faults.
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from localchat.cache import KVCache
 from localchat.checkpoint import load_model
 from localchat.engine import Engine
-from localchat.kernels.int4_packing import dequantize, dequantize_rows
+from localchat.kernels.int4_packing import dequantize, dequantize_rows, unpack_scales
 from localchat.model import Model
 from localchat.ops import ReferenceOps
 from localchat.quantize.convert import Recipe, convert
@@ -136,7 +137,9 @@ def dequantized(folder: Path) -> dict[str, Tensor]:
     for name, tensor in stored.items():
         base, _, kind = name.rpartition(".")
         if kind == "qweight":
-            plain[f"{base}.weight"] = dequantize(tensor, stored[f"{base}.scales"], stored.get(f"{base}.mins"))
+            kinds = [stored[f"{base}.{kind}"] for kind in ("scales", "mins") if f"{base}.{kind}" in stored]
+            by_row = [unpack_scales(each, len(tensor)) for each in kinds]
+            plain[f"{base}.weight"] = dequantize(tensor, *by_row, *[None] * (2 - len(kinds)))
         elif kind == "weight" and tensor.dtype == torch.int8:
             plain[name] = dequantize_rows(tensor, stored[f"{base}.scales"])
         elif kind in ("weight", "bias", "A_log", "dt_bias"):
@@ -168,7 +171,7 @@ def give_packed_weights(reference: Any, folder: Path) -> None:
         elif is_zero_centred(family, name):
             state["model." + name] = tensor - 1
         elif "gate_up_proj" in name:
-            parts = zip(("gate", "up"), tensor.chunk(2), strict=True)
+            parts = zip(("gate", "up"), (tensor[0::2], tensor[1::2]), strict=True)
             state.update({"model." + name.replace("gate_up", p): t for p, t in parts})
         else:
             state[name if name.startswith("lm_head") else "model." + name] = tensor
@@ -236,14 +239,17 @@ def test_an_unquantised_conversion_is_the_checkpoint(case: str, tmp_path: Path) 
     ids=["prefill", "chunked prefill", "step decode"],
 )
 def test_logits_on_a_card_equal_transformers(pair: tuple[Any, Model, Path], borders: list[int], bound: float) -> None:
+    """Where the reference itself loses more in bf16 (random delta nets do), that is the bound."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA card")
     reference, _, folder = pair
     ids = torch.randint(0, 320, (150,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         wanted = reference(ids[None]).logits[0]
+        rounded = copy.deepcopy(reference).bfloat16()(ids[None]).logits[0].float()
     got = run_in_chunks(load_model(folder, "cuda"), ids.cuda(), borders).cpu()
-    assert float((got - wanted).abs().max() / wanted.abs().max()) < bound
+    error, of_bf16 = (float((each - wanted).abs().max() / wanted.abs().max()) for each in (got, rounded))
+    assert error < max(bound, of_bf16)
 
 
 def test_greedy_ids_equal_transformers_over_64_tokens(pair: tuple[Any, Model, Path]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from localchat.config import TensorFormat
-from localchat.kernels.int4_packing import pack
+from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.model import Linear, RMSNorm
 from localchat.ops import CpuOps, ReferenceOps, ops_for
 
@@ -16,8 +16,8 @@ def make_linear(n: int, k: int, fmt: TensorFormat, bias: bool = False) -> Linear
     linear = Linear(n, k, fmt, bias=bias)
     if fmt.bits == 4:
         linear.qweight = pack(torch.randint(0, 16, (n, k)), fmt.group_size)
-        linear.scales = (0.005 + 0.01 * torch.rand(n, k // fmt.group_size)).half()
-        linear.mins = None if fmt.symmetric else (-0.08 * torch.rand(n, k // fmt.group_size)).half()
+        linear.scales = pack_scales(0.005 + 0.01 * torch.rand(n, k // fmt.group_size)).half()
+        linear.mins = None if fmt.symmetric else pack_scales(-0.08 * torch.rand(n, k // fmt.group_size)).half()
     elif fmt.bits == 8:
         linear.weight = torch.randint(-127, 128, (n, k), dtype=torch.int8)
         linear.scales = 0.001 * (1 + torch.rand(n))

@@ -15,7 +15,7 @@ from localchat.cache import KVCache
 from localchat.checkpoint import load_model
 from localchat.config import TensorFormat, load_config
 from localchat.errors import BadCheckpoint
-from localchat.kernels.int4_packing import dequantize, dequantize_rows
+from localchat.kernels.int4_packing import dequantize, dequantize_rows, unpack_scales
 from localchat.ops import ReferenceOps
 from localchat.quantize.convert import Recipe, convert, default_recipe, open_source, what_is_lost
 from localchat.quantize.source import check
@@ -142,7 +142,10 @@ def matrices(folder: Path) -> Tensors:
     with open_shards(folder) as shards:
         stems = [name.removesuffix(".qweight") for name in shards.names if name.endswith(".qweight")]
         stored = {s: [shards.get(f"{s}.{k}") if f"{s}.{k}" in shards.names else None for k in KINDS] for s in stems}
-    return {stem: dequantize(*tensors) for stem, tensors in stored.items()}
+    return {
+        stem: dequantize(words, *(s and unpack_scales(s, len(words)) for s in scales))
+        for stem, (words, *scales) in stored.items()
+    }
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3_5"])
@@ -214,7 +217,8 @@ def test_narrow_scales(make_quantised: Make) -> None:
     name = "layers.0.self_attn.qkv_proj"
     with open_shards(narrow) as shards:
         assert shards.dtype(f"{name}.scales") == shards.dtype(f"{name}.mins") == "F16"
-        steps = shards.get(f"{name}.scales").float().repeat_interleave(GROUP, 1)
+        scales = shards.get(f"{name}.scales")
+        steps = unpack_scales(scales, 16 * len(scales)).float().repeat_interleave(GROUP, 1)
     off = (matrices(narrow)[name] - exact[name]).abs() / steps
     assert 0 < float(off.max()) <= 1 / 128
 
