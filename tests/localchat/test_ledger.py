@@ -116,7 +116,7 @@ def test_recorded_formats_count() -> None:
 
 def test_codes_take_whole_tiles_of_rows() -> None:
     """As a Linear has them: gate_up has 2,008 rows of scales and 2,016 of codes."""
-    entry = replace(MODELS["qwen3-8b"], num_hidden_layers=1, hidden_size=2048, intermediate_size=1004)
+    entry = replace(MODELS["qwen3-8b"].config, num_hidden_layers=1, hidden_size=2048, intermediate_size=1004)
     formats = default_formats(entry)
     with torch.device("meta"):
         linears = [Linear(n, k, formats[name]) for name, n, k in _matrices(entry)]
