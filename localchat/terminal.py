@@ -94,6 +94,11 @@ class Repl:
             return True
         replacing, self._replacing = self._replacing, False
         if not slash.is_command(text):
+            if inside := attachments.read_inside(text):
+                self._replacing = replacing
+                self._say(f"/read is a command where it stands first: inside a message write @{inside[0]}")
+                self._given_back = inside[1]
+                return True
             self._send(slash.unescaped(text), replacing=replacing)
             return True
         try:
