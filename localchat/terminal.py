@@ -121,7 +121,7 @@ class Repl:
         elif isinstance(action, slash.Copy):
             self._copy(action)
         elif isinstance(action, slash.ChangeModel):
-            self._change_model(lambda switch: switch(action.name), registry_name(action.name))
+            self._change_model(lambda switch: switch(action.name), action.name)
         elif isinstance(action, slash.KeepAs):
             self._change_model(lambda switch: switch.keep_as(action.kv_cache))
         elif isinstance(action, slash.Verbose):
@@ -314,7 +314,7 @@ class Repl:
             chosen = {name: value for name, value in self._commands.chosen.items() if hasattr(Sampling, name)}
             self._chat.sampling = replace(opened.chat.sampling, **chosen)
             if self._autosave and name:
-                self._autosave.model = name
+                self._autosave.model = registry_name(name)
             self._look, self._commands.about = opened.look, opened.about
             self._say(opened.banner)
 
