@@ -30,13 +30,17 @@ def known_ids(real_packed: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer"),
+    ("prompt", "answer", "flags"),
     [
-        ("What is the capital of France?", "The capital of France is Paris."),
-        ("What is 2+2?", "The answer to this classic math problem is 4."),
+        (
+            "What is the capital of France?",
+            "The capital of France is Paris.",
+            (),
+        ),  # a near-tie, which INT8 decides anew
+        ("What is 2+2?", "The answer to this classic math problem is 4.", ()),
+        ("What is 2+2?", "The answer to this classic math problem is 4.", ("--kv-cache", "int8")),
     ],
 )
-@pytest.mark.parametrize("flags", [(), ("--kv-cache", "int8")])
 def test_known_answers_on_the_command_line(real_packed: Path, prompt: str, answer: str, flags: tuple[str, ...]) -> None:
     words = [sys.executable, "-m", "localchat", "run", str(real_packed), "--temp", "0", *flags, prompt]
     result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
