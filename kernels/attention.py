@@ -5,8 +5,13 @@ int64 [T], ascending. Query head h reads KV head h // (Hq / Hkv): the group shar
 Output [T, Hq * D], computed in fp32. A gate [T, Hq * D], where there is one (Qwen3.5), multiplies it by its sigmoid
 before it leaves. One token moves 2 * Hkv * length * D elements of the cache.
 
+An INT8 cache has `scales`, those of its keys and values, fp32 [Hkv, S]: a key is its scale times its codes, int8 [D]
+(kernels/rope_kv_write.py writes them). A scale is the same for all of a key's dimensions, so it multiplies the score,
+and a value's scale multiplies the probability: codes go into the products as they are, exact in bf16, and no
+dequantised row is ever stored. One token moves half of what a bf16 cache costs, and 4 bytes a row for its scale.
+
 Two kernels, both with the online softmax of FlashAttention-2 (arXiv 2307.08691) in base 2 and fp32 accumulators; q,
-keys and values bf16 (or fp32, multiplied as such), D a power of two.
+keys and values bf16 (or fp32, multiplied as such; or INT8 under either), D a power of two.
 
 * `attention_decode`, one token: the context is cut into `splits` parts (boundaries computed on the device from the
   position, so that one CUDA graph serves every length), one program per KV head and part; a second kernel joins the
@@ -15,6 +20,8 @@ keys and values bf16 (or fp32, multiplied as such), D a power of two.
   keys and values are read once for the whole group and few tokens still fill a tile. Only blocks that the diagonal
   cuts are masked. Positions are contiguous: the first one says all.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,31 +36,45 @@ _MAX_SCORES = 64 * 1024 * 1024
 
 
 def attention_reference(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, gate: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    *,
+    gate: Tensor | None = None,
+    scales: Sequence[Tensor] = (),
 ) -> Tensor:
     """-> [T, Hq * D] in q's dtype."""
     if gate is not None:
-        return (attention_reference(q.float(), keys, values, positions) * gate.float().sigmoid()).to(q.dtype)
+        heads = attention_reference(q.float(), keys, values, positions, scales=scales)
+        return (heads * gate.float().sigmoid()).to(q.dtype)
     tokens, q_heads, _ = q.shape
     length = int(positions[-1]) + 1
     k, v = keys[:, :length].float(), values[:, :length].float()
+    scales = [scale[:, None, :length] for scale in scales]
     if tokens == 1:  # sees the whole cache
-        return _attend(q.float(), k, v, None).to(q.dtype)
+        return _attend(q.float(), k, v, None, scales).to(q.dtype)
     block = max(1, _MAX_SCORES // (q_heads * length))
     starts = range(0, tokens, block)
-    heads = [_attend(q[i : i + block].float(), k, v, positions[i : i + block]) for i in starts]
-    return torch.cat(heads).to(q.dtype)
+    parts = [_attend(q[i : i + block].float(), k, v, positions[i : i + block], scales) for i in starts]
+    return torch.cat(parts).to(q.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
-    """A block of queries [t, Hq, D] over k, v [Hkv, L, D] -> [t, Hq * D]; without positions nothing is hidden."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, scales: Sequence[Tensor]) -> Tensor:
+    """A block of queries [t, Hq, D] over k, v [Hkv, L, D] -> [t, Hq * D]; without positions nothing is hidden.
+
+    scales: those of INT8 keys and values [Hkv, 1, L], or none.
+    """
     (tokens, _, head_dim), (kv_heads, length, _) = q.shape, k.shape
     group = q.view(tokens, kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, t, Hq / Hkv, D]
     scores = (group * head_dim**-0.5).reshape(kv_heads, -1, head_dim) @ k.transpose(1, 2)
+    if scales:
+        scores = scores * scales[0]
     if positions is not None:
         hidden = torch.arange(length, device=q.device) > positions[:, None]
         scores.view(kv_heads, tokens, -1, length).masked_fill_(hidden[None, :, None], float("-inf"))
-    heads: Tensor = scores.softmax(-1) @ v
+    weights = scores.softmax(-1)
+    heads: Tensor = (weights * scales[1] if scales else weights) @ v
     return heads.view(kv_heads, tokens, -1, head_dim).transpose(0, 1).reshape(tokens, -1)
 
 
@@ -67,17 +88,66 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr, WIDEN: tl.constexpr):
-    """One block of keys k [N, D] and values v [N, D] more. m, l [M], acc [M, D]; scale includes log2(e)."""
-    scores = _dot(q, tl.trans(k), WIDEN) * scale
+def _operand(x, q, WIDEN: tl.constexpr):
+    """Codes as numbers of q's dtype, which holds them all; the interpreter has no cast from int8 to bf16."""
+    if WIDEN:
+        x = x.to(tl.float32)
+    else:
+        x = x.to(q.dtype)
+    return x
+
+
+@triton.jit
+def _softmax_step(
+    q,
+    keys,
+    values,
+    key_scales_ptr,
+    value_scales_ptr,
+    rows,
+    inside,
+    visible,
+    m,
+    l,
+    acc,
+    scale,
+    INT8: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One block more: keys and values, pointers [N, D], of the cache's `rows` [N], of which `inside` [N] are read.
+
+    q [M, D]; visible [M, N]; m, l [M], acc [M, D]. scale includes log2(e). Not MASKED, all is inside and visible.
+    """
+    if MASKED:
+        k = tl.load(keys, mask=inside[:, None], other=0)
+        v = tl.load(values, mask=inside[:, None], other=0)
+    else:
+        k = tl.load(keys)
+        v = tl.load(values)
+    scores = _dot(q, tl.trans(_operand(k, q, WIDEN)), WIDEN) * scale
+    if INT8:
+        scores *= _row_scales(key_scales_ptr + rows, inside, MASKED)[None, :]
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     shrink = tl.exp2(m - m_new)
     l = l * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None] + _dot(p.to(v.dtype), v, WIDEN)
+    if INT8:
+        p *= _row_scales(value_scales_ptr + rows, inside, MASKED)[None, :]
+    acc = acc * shrink[:, None] + _dot(p.to(q.dtype), _operand(v, q, WIDEN), WIDEN)
     return m_new, l, acc
+
+
+@triton.jit
+def _row_scales(scales, inside, MASKED: tl.constexpr):
+    """scales, pointers [N] -> [N], 0 outside."""
+    if MASKED:
+        loaded = tl.load(scales, mask=inside, other=0.0)
+    else:
+        loaded = tl.load(scales)
+    return loaded
 
 
 @triton.jit
@@ -85,11 +155,14 @@ def _attention_decode_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     positions_ptr,
     parts_ptr,
     stats_ptr,
     scale,
     HEAD_STRIDE,
+    INT8: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -110,16 +183,18 @@ def _attention_decode_kernel(
     row, column, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
     head = kv_head * GROUP + row
     q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=row[:, None] < GROUP, other=0.0)
-    tile = kv_head.to(tl.int64) * HEAD_STRIDE + column[:, None] * D + d[None, :]
+    rows = kv_head.to(tl.int64) * (HEAD_STRIDE // D) + column
+    tile = rows[:, None] * D + d[None, :]
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     for n in range(start, end, BLOCK_N):
         inside = n + column < end
         offset = tile + n * D
-        k = tl.load(keys_ptr + offset, mask=inside[:, None], other=0.0)
-        v = tl.load(values_ptr + offset, mask=inside[:, None], other=0.0)
-        m, l, acc = _softmax_step(q, k, v, inside[None, :], m, l, acc, scale, True, WIDEN)
+        m, l, acc = _softmax_step(
+            *(q, keys_ptr + offset, values_ptr + offset, key_scales_ptr, value_scales_ptr, rows + n),
+            *(inside, inside[None, :], m, l, acc, scale, INT8, True, WIDEN),
+        )
     out = head * splits + split
     tl.store(parts_ptr + out[:, None] * D + d[None, :], acc, mask=row[:, None] < GROUP)
     tl.store(stats_ptr + out * 2, m, mask=row < GROUP)
@@ -165,21 +240,29 @@ def _attention_combine_kernel(
 
 
 def attention_decode(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, splits: int, gate: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    *,
+    splits: int,
+    gate: Tensor | None = None,
+    scales: Sequence[Tensor] = (),
 ) -> Tensor:
     """q [1, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [1] -> fp32 [1, Hq * D].
 
-    gate [1, Hq * D] in any float dtype.
+    gate [1, Hq * D] in any float dtype. scales: fp32 [Hkv, S] of keys and of values, which are INT8 then.
 
     The result depends on the inputs and `splits` alone, bit for bit.
 
     Raises:
         ValueError: a dtype or shape is another, a tensor is not contiguous, or splits is not positive.
     """
-    group = _check("attention_decode", q, keys, values, positions, gate)
+    group = _check("attention_decode", q, keys, values, positions, gate, scales)
     (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
     if tokens != 1 or splits < 1:
         raise ValueError(f"attention_decode: got {tokens} tokens, {splits} splits, wanted 1 token, at least 1 split")
+    block_n, warps = decode_blocks(head_dim, _operand_size(q, keys))
     parts = torch.empty(q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(q_heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(1, q_heads * head_dim, dtype=torch.float32, device=q.device)
@@ -187,17 +270,19 @@ def attention_decode(
         q,
         keys,
         values,
+        *(scales or (None, None)),
         positions,
         parts,
         stats,
         head_dim**-0.5 * _LOG2_E,
         capacity * head_dim,
+        INT8=bool(scales),
         GROUP=group,
         D=head_dim,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=decode_block(head_dim, q.element_size()),
+        BLOCK_N=block_n,
         WIDEN=not q.is_cuda,
-        num_warps=4,
+        num_warps=warps,
         num_stages=2,
         **pdl_options(q),
     )
@@ -218,6 +303,8 @@ def _attention_prefill_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     positions_ptr,
     gate_ptr,
     out_ptr,
@@ -226,6 +313,7 @@ def _attention_prefill_kernel(
     Q_HEADS,
     HEAD_STRIDE,
     GATE_STRIDE,
+    INT8: tl.constexpr,
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -245,22 +333,26 @@ def _attention_prefill_kernel(
     q_row = ((row // GROUP - first_token) * Q_HEADS + row % GROUP) * D  # behind `start`: 32 bits suffice
     q = tl.load(q_ptr + start + q_row[:, None] + d[None, :], mask=real[:, None], other=0.0)
     position = before + row // GROUP
-    tile = kv_head.to(tl.int64) * HEAD_STRIDE + column[:, None] * D + d[None, :]
+    rows = kv_head.to(tl.int64) * (HEAD_STRIDE // D) + column
+    tile = rows[:, None] * D + d[None, :]
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     everyone_sees = (before + first_token + 1) // BLOCK_N * BLOCK_N
     length = before + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, tokens)
     for n in range(0, everyone_sees, BLOCK_N):
-        k = tl.load(keys_ptr + tile + n * D)
-        v = tl.load(values_ptr + tile + n * D)
-        m, l, acc = _softmax_step(q, k, v, None, m, l, acc, scale, False, WIDEN)
+        offset = tile + n * D
+        m, l, acc = _softmax_step(
+            *(q, keys_ptr + offset, values_ptr + offset, key_scales_ptr, value_scales_ptr, rows + n),
+            *(None, None, m, l, acc, scale, INT8, False, WIDEN),
+        )
     for n in range(everyone_sees, length, BLOCK_N):
-        inside = n + column < length
-        k = tl.load(keys_ptr + tile + n * D, mask=inside[:, None], other=0.0)
-        v = tl.load(values_ptr + tile + n * D, mask=inside[:, None], other=0.0)
+        offset = tile + n * D
         visible = n + column[None, :] <= position[:, None]
-        m, l, acc = _softmax_step(q, k, v, visible, m, l, acc, scale, True, WIDEN)
+        m, l, acc = _softmax_step(
+            *(q, keys_ptr + offset, values_ptr + offset, key_scales_ptr, value_scales_ptr, rows + n),
+            *(n + column < length, visible, m, l, acc, scale, INT8, True, WIDEN),
+        )
     out = acc / l[:, None]
     if GATED:
         gate_start = first_token.to(tl.int64) * GATE_STRIDE + kv_head * GROUP * D
@@ -278,27 +370,30 @@ def attention_prefill(
     positions: Tensor,
     *,
     gate: Tensor | None = None,
+    scales: Sequence[Tensor] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """q [T, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [T] -> [T, Hq * D].
 
-    gate [T, Hq * D] in any float dtype may be columns of a wider matrix. The output is fp32 or bf16, as `dtype` says.
+    gate [T, Hq * D] in any float dtype may be columns of a wider matrix. scales: fp32 [Hkv, S] of keys and of values,
+    which are INT8 then. The output is fp32 or bf16, as `dtype` says.
     Positions are those of consecutive tokens; only the first is read.
 
     Raises:
         ValueError: a dtype or shape is another, or a tensor is not contiguous.
     """
-    group = _check("attention_prefill", q, keys, values, positions, gate)
+    group = _check("attention_prefill", q, keys, values, positions, gate, scales)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"attention_prefill: got dtype {dtype}, wanted float32 or bfloat16")
     (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
     out = torch.empty(tokens, q_heads * head_dim, dtype=dtype, device=q.device)
     major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-    block_m, block_n, warps = prefill_blocks(head_dim, q.element_size(), tokens * group, major)
+    block_m, block_n, warps = prefill_blocks(head_dim, _operand_size(q, keys), tokens * group, major)
     _attention_prefill_kernel[(triton.cdiv(tokens * group, block_m), kv_heads)](
         q,
         keys,
         values,
+        *(scales or (None, None)),
         positions,
         gate,
         out,
@@ -307,6 +402,7 @@ def attention_prefill(
         q_heads,
         capacity * head_dim,
         0 if gate is None else gate.stride(0),
+        INT8=bool(scales),
         GATED=gate is not None,
         GROUP=group,
         D=head_dim,
@@ -322,31 +418,56 @@ def attention_prefill(
 def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> tuple[int, int, int]:
     """Rows and keys of a prefill tile, and warps, for a card of compute capability `major`.x.
 
-    Not tuned on a card yet; chosen so that nothing spills and 99 KB of shared memory suffice (test_compile.py). Eight
-    warps where four would leave too few registers for the accumulator. Hopper keeps its operands in shared memory and
-    takes more keys. fp32 has no tensor cores: small tiles keep its unrolled products in registers.
+    element_size: 1 for INT8 codes under bf16 queries, else that of queries and keys. Not tuned on a card yet; chosen so
+    that nothing spills and 99 KB of shared memory suffice (test_compile.py). Eight warps where four would leave too few
+    registers for the accumulator. Hopper keeps its operands in shared memory and takes more keys; elsewhere codes are
+    widened in registers, which leaves room for fewer. fp32 has no tensor cores: small tiles keep its unrolled products
+    in registers.
     """
     if element_size == 4:
         return 16, 16, 4
     block_m = max(16, min(128, 16384 // head_dim, triton.next_power_of_2(rows)))
-    block_n = max(32, min(64, (8192 if major == 9 and block_m >= 64 else 4096) // head_dim))
+    in_shared = major == 9 and block_m >= 64
+    fewest = 16 if element_size == 1 and not in_shared else 32
+    block_n = max(fewest, min(64, (8192 if in_shared else 4096) // head_dim))
     return block_m, block_n, 8 if block_m >= 64 and block_m * head_dim >= 8192 else 4
 
 
-def decode_block(head_dim: int, element_size: int) -> int:
-    """Keys of a decode block: tiles of 16 KB (8 in fp32, which has no tensor cores), so that nothing spills."""
-    return max(16, min(128, (16384 if element_size == 2 else 8192) // (head_dim * element_size)))
+def decode_blocks(head_dim: int, element_size: int) -> tuple[int, int]:
+    """Keys of a decode block, and warps: tiles of 16 KB (8 in fp32, which has no tensor cores), so that nothing spills.
+
+    element_size as above. As many bytes of codes are twice the keys, and twice the warps widen them.
+    """
+    block_n = max(16, min(128, (8192 if element_size == 4 else 16384) // (head_dim * element_size)))
+    return block_n, 8 if element_size == 1 else 4
+
+
+def _operand_size(q: Tensor, keys: Tensor) -> int:
+    """Bytes of an element that the products are made of; fp32 queries make an fp32 product of any keys."""
+    return 4 if q.dtype == torch.float32 else keys.element_size()
 
 
 _LOG2_E = 1.4426950408889634
 
 
-def _check(what: str, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, gate: Tensor | None) -> int:
+def _check(
+    what: str,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    gate: Tensor | None,
+    scales: Sequence[Tensor],
+) -> int:
     """Queries per KV head."""
     check_tensor(f"{what}: q", q, (torch.bfloat16, torch.float32), (None, None, None))
     tokens, q_heads, head_dim = q.shape
-    check_tensor(f"{what}: keys", keys, (q.dtype,), (None, None, head_dim))
-    check_tensor(f"{what}: values", values, (q.dtype,), keys.shape)
+    check_tensor(f"{what}: keys", keys, (torch.int8 if scales else q.dtype,), (None, None, head_dim))
+    check_tensor(f"{what}: values", values, (keys.dtype,), keys.shape)
+    if len(scales) not in (0, 2):
+        raise ValueError(f"{what}: got {len(scales)} tensors of scales, wanted none, or those of keys and of values")
+    for scale in scales:
+        check_tensor(f"{what}: scales", scale, (torch.float32,), keys.shape[:2])
     check_tensor(f"{what}: positions", positions, (torch.int64,), (tokens,))
     if gate is not None:
         check_tensor(f"{what}: gate", gate, FLOATS, (tokens, q_heads * head_dim), rows_apart=True)

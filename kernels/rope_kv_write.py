@@ -13,7 +13,16 @@ int64 [T]; q [T, Hq, D] comes back. Computed in fp32, rounded once. The referenc
 takes qkv in fp32 or bf16 and returns q in the cache's dtype, which is what attention's tensor-core products take.
 One program per token and head; moves qkv once in (the partner of an element comes from L1) and once out. Source: arXiv
 2104.09864, in the half-split ("NeoX") order.
+
+An INT8 cache has one scale per token and KV head, fp32 [Hkv, S], for keys and for values. A row x of D elements is kept
+as codes in -127..127, rounded to nearest even:
+
+    scale = max |x| / 127          code_j = round(x_j / max |x| * 127)          x_j ~ scale * code_j
+
+so that no element is off by more than half a scale, and rows of zeros stay so. With q bf16, D + 4 bytes a row.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,8 +43,12 @@ def rope_kv_write_reference(
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
+    *,
+    scales: Sequence[Tensor] = (),
 ) -> Tensor:
     """Writes keys and values in place, returns q [T, Hq, D]. Shapes as in the module's docstring.
+
+    scales: those of keys and of values, which are INT8 then; written as well.
 
     cos and sin may be narrower than a head, [T, R]: then its first R dimensions are rotated and the others are not.
     """
@@ -52,9 +65,36 @@ def rope_kv_write_reference(
     turning, still = qk[..., :rotary_dim], qk[..., rotary_dim:]
     swapped = turning.roll(rotary_dim // 2, dims=-1)
     rotated = torch.cat((torch.addcmul(turning * cos.unsqueeze(1), swapped, sin.unsqueeze(1)), still), dim=-1)
-    keys.index_copy_(1, positions, rotated[:, q_heads:].transpose(0, 1).to(keys.dtype))
-    values.index_copy_(1, positions, heads[:, q_heads + kv_heads :].transpose(0, 1).to(values.dtype))
+    rows = rotated[:, q_heads:].transpose(0, 1), heads[:, q_heads + kv_heads :].transpose(0, 1)
+    if scales:
+        rows, row_scales = zip(*map(quantize_rows, rows), strict=True)
+        for scale, written in zip(scales, row_scales, strict=True):
+            scale.index_copy_(1, positions, written)
+    for cache, row in zip((keys, values), rows, strict=True):
+        cache.index_copy_(1, positions, row.to(cache.dtype))
     return rotated[:, :q_heads].to(qkv.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x fp32 [..., D] -> codes int8 [..., D] and scales fp32 [...], as in the module's docstring."""
+    largest = x.abs().amax(dim=-1)
+    codes = (x / largest.where(largest > 0, 1.0).unsqueeze(-1) * 127).round()
+    return codes.to(torch.int8), largest / 127
+
+
+@triton.jit
+def _store_row(cache_ptr, scales_ptr, row, x, j, mask, INT8: tl.constexpr, D: tl.constexpr):
+    """x [BLOCK] to row `row` of a cache."""
+    out = cache_ptr + row * D + j
+    if INT8:
+        largest = tl.max(tl.abs(x), 0)
+        code = tl.div_rn(x, tl.where(largest > 0, largest, 1.0)) * 127
+        # To nearest even: behind 1.5 * 2^23 an fp32 number has no room for a fraction.
+        code = (code + 12582912.0) - 12582912.0
+        tl.store(out, code.to(tl.int8), mask=mask)
+        tl.store(scales_ptr + row, tl.div_rn(largest, 127.0))
+    else:
+        tl.store(out, x.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -68,11 +108,14 @@ def _rope_kv_write_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     eps,
     ROW_STRIDE,
     Q_HEADS,
     KV_HEADS,
     HEAD_STRIDE,
+    INT8: tl.constexpr,
     NORM: tl.constexpr,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -105,14 +148,16 @@ def _rope_kv_write_kernel(
         x = x * cos + other * sin
 
     if head < Q_HEADS:
-        out = q_ptr + (wide_token * Q_HEADS + head) * D + j
+        tl.store(q_ptr + (wide_token * Q_HEADS + head) * D + j, x.to(q_ptr.dtype.element_ty), mask=mask)
     else:
         position = tl.load(positions_ptr + token).to(tl.int64)
+        capacity = (HEAD_STRIDE // D).to(tl.int64)
         if head < Q_HEADS + KV_HEADS:
-            out = keys_ptr + (head - Q_HEADS).to(tl.int64) * HEAD_STRIDE + position * D + j
+            slot = (head - Q_HEADS) * capacity + position
+            _store_row(keys_ptr, key_scales_ptr, slot, x, j, mask, INT8, D)
         else:
-            out = values_ptr + (head - Q_HEADS - KV_HEADS).to(tl.int64) * HEAD_STRIDE + position * D + j
-    tl.store(out, x.to(q_ptr.dtype.element_ty), mask=mask)
+            slot = (head - Q_HEADS - KV_HEADS) * capacity + position
+            _store_row(values_ptr, value_scales_ptr, slot, x, j, mask, INT8, D)
 
 
 def rope_kv_write(
@@ -125,14 +170,27 @@ def rope_kv_write(
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
+    *,
+    scales: Sequence[Tensor] = (),
+    q_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Writes keys and values (bf16 or fp32) in place, returns q [T, Hq, D] in their dtype.
+
+    scales: those of keys and of values, which are INT8 then; written as well. Then q comes in `q_dtype`, bf16 or fp32.
 
     Raises:
         ValueError: a dtype or shape is another, a tensor is not contiguous, or only one of the two norms is there.
     """
-    check_tensor("rope_kv_write: keys", keys, (torch.bfloat16, torch.float32), (None, None, None))
+    floats = (torch.bfloat16, torch.float32)
+    check_tensor("rope_kv_write: keys", keys, (torch.int8,) if scales else floats, (None, None, None))
     check_tensor("rope_kv_write: values", values, (keys.dtype,), keys.shape)
+    if len(scales) not in (0, 2) or q_dtype not in floats:
+        raise ValueError(
+            f"rope_kv_write: got {len(scales)} tensors of scales, q_dtype {q_dtype}, wanted none, or those of keys and "
+            "of values, and bfloat16 or float32"
+        )
+    for scale in scales:
+        check_tensor("rope_kv_write: scales", scale, (torch.float32,), keys.shape[:2])
     (kv_heads, capacity, head_dim), tokens = keys.shape, qkv.shape[0]
     q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
     if head_dim % 2 or q_heads < 1:
@@ -149,7 +207,7 @@ def rope_kv_write(
     if q_norm is not None and k_norm is not None:
         check_tensor("rope_kv_write: q_norm", q_norm, FLOATS, (head_dim,))
         check_tensor("rope_kv_write: k_norm", k_norm, (q_norm.dtype,), (head_dim,))
-    q = torch.empty(tokens, q_heads, head_dim, dtype=keys.dtype, device=keys.device)
+    q = torch.empty(tokens, q_heads, head_dim, dtype=q_dtype if scales else keys.dtype, device=keys.device)
     _rope_kv_write_kernel[(tokens, q_heads + 2 * kv_heads)](
         qkv,
         q_norm,
@@ -160,11 +218,13 @@ def rope_kv_write(
         q,
         keys,
         values,
+        *(scales or (None, None)),
         eps,
         qkv.stride(0),
         q_heads,
         kv_heads,
         capacity * head_dim,
+        INT8=bool(scales),
         NORM=q_norm is not None,
         D=head_dim,
         ROTARY=rotary_dim,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from localchat.tokenizer import Tokenizer
 
 _REFERENCE = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))')
+_READ = re.compile(r"(?<=\s)/read[ \t]+(\S[^\n]*)$")
 _PUNCTUATION = ".,;:!?)]}'"
 # No text has more bytes for each token on average; what is larger need not be read to be refused.
 _MOST_BYTES_PER_TOKEN = 64
@@ -69,6 +70,20 @@ def _looks_like_a_path(word: str) -> bool:
         return Path(word).exists()  # a folder, a device
     except (OSError, ValueError):
         return False
+
+
+def read_inside(text: str) -> tuple[str, str] | None:
+    """Of a message that ends with `/read NAME`: NAME, and the message with `@NAME` in its place. None: another one.
+
+    So are messages that happen to say that: NAME is no file, and there is more before it than references.
+    """
+    match = _READ.search(text)
+    if match is None:
+        return None
+    name, before = match[1].rstrip(), text[: match.start()]
+    if not is_file(name) and _REFERENCE.sub("", before).strip():
+        return None
+    return name, before + reference(name)
 
 
 def reference(name: str) -> str:

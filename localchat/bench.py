@@ -30,6 +30,7 @@ class BenchResult:
     memory_bytes: on a card the largest amount that was allocated, else the memory of this process. card_bytes: what is
     taken of a card's memory at the end, by everyone; ledger_bytes: what the ledger says of this model and context.
     sheet_bandwidth and read_bandwidth are the card's limits. None on a CPU and where a card is not in the table.
+    int8_kv: keys and values were kept as INT8.
     """
 
     model: str
@@ -47,6 +48,7 @@ class BenchResult:
     synthetic: bool = False
     card_bytes: int | None = None
     ledger_bytes: int | None = None
+    int8_kv: bool = False
 
     @property
     def bandwidth(self) -> float:
@@ -59,7 +61,13 @@ class BenchResult:
 
 
 def run(
-    model: Path | Entry, *, device: str = "cpu", prompt_tokens: int = 512, decode_tokens: int = 128, repeats: int = 3
+    model: Path | Entry,
+    *,
+    device: str = "cpu",
+    prompt_tokens: int = 512,
+    decode_tokens: int = 128,
+    repeats: int = 3,
+    int8_kv: bool = False,
 ) -> BenchResult:
     """Measure the packed model in a folder, or a synthetic one with the shapes of a registry entry.
 
@@ -73,12 +81,15 @@ def run(
     most = loaded.config.max_position_embeddings
     if prompt_tokens + decode_tokens > most:
         raise UsageError(f"{prompt_tokens:,} + {decode_tokens:,} tokens are more than the {most:,} of this model.")
-    engine = Engine(loaded, prompt_tokens + decode_tokens)
+    engine = Engine(loaded, prompt_tokens + decode_tokens, int8_kv=int8_kv)
     runs = [measure(engine, prompt_tokens, decode_tokens) for _ in range(repeats + 1)][1:]
     on_card = loaded.device.type == "cuda"
     memory = torch.cuda.max_memory_allocated() if on_card else memory_used(device)[0]
     context, kind = engine.max_length, loaded.device.type
-    table = ledger(model.config, context, kind) if isinstance(model, Entry) else ledger_of_folder(model, context, kind)
+    if isinstance(model, Entry):
+        table = ledger(model.config, context, kind, int8_kv=int8_kv)
+    else:
+        table = ledger_of_folder(model, context, kind, int8_kv=int8_kv)
     taken = memory_used(device)[0]
     sheet, read = card_limits() if on_card else (None, None)
     return BenchResult(
@@ -97,6 +108,7 @@ def run(
         synthetic=isinstance(model, Entry),
         card_bytes=taken if on_card else None,
         ledger_bytes=table.total if on_card else None,
+        int8_kv=int8_kv,
     )
 
 

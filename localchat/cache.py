@@ -35,24 +35,30 @@ class Snapshot:
 class KVCache:
     """Preallocated keys and values of the attention layers, and the states of the gated delta net layers.
 
-    keys, values: [attention layers, kv_heads, max_length, head_dim]. recurrent: the convolution's last inputs
-    [linear layers, C, kernel - 1] in `dtype`, oldest first, and the states fp32 [linear layers, value heads, key dim,
-    value dim]; () where all layers are attention. Memory is taken once and stays where it is.
+    keys, values: [attention layers, kv_heads, max_length, head_dim], in `dtype` or, if `int8`, as codes, with `scales`
+    fp32 [attention layers, kv_heads, max_length] of each (kernels/rope_kv_write.py); () without `int8`. recurrent: the
+    convolution's last inputs [linear layers, C, kernel - 1] in `dtype`, oldest first, and the states fp32 [linear
+    layers, value heads, key dim, value dim]; () where all layers are attention. Memory is taken once and stays where
+    it is.
 
     `length` tokens are valid. A forward writes behind them and changes the states in place; `begin` comes before it
     and `append` after it. In between the states belong to no length.
     """
 
-    def __init__(self, config: ModelConfig, max_length: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, max_length: int, *, dtype: torch.dtype, device: torch.device, int8: bool = False
+    ) -> None:
         linear = config.layer_types.count("linear_attention")
         attention = len(config.layer_types) - linear
         shape = (attention, config.num_key_value_heads, max_length, config.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys, self.values = (
+            torch.empty(shape, dtype=torch.int8 if int8 else dtype, device=device) for _ in range(2)
+        )
+        self.scales = tuple(torch.empty(shape[:3], dtype=torch.float32, device=device) for _ in range(2 * int8))
         self.recurrent = _zero_states(config, linear, dtype, device) if linear else ()
-        attention_layers = iter(zip(self.keys, self.values, strict=True))
+        attention_layers = iter(zip(*self.rows, strict=True))
         linear_layers = iter(zip(*self.recurrent, strict=True))
-        self._layers: list[tuple[Tensor, Tensor]] = [
+        self._layers: list[tuple[Tensor, ...]] = [
             next(linear_layers if kind == "linear_attention" else attention_layers) for kind in config.layer_types
         ]
         self.max_length = max_length
@@ -61,20 +67,36 @@ class KVCache:
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
     @property
+    def int8(self) -> bool:
+        """Whether keys and values are kept as INT8."""
+        return bool(self.scales)
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """All that is kept of each token: [attention layers, kv_heads, max_length, ...]."""
+        return self.keys, self.values, *self.scales
+
+    @property
     def nbytes(self) -> int:
         """Bytes reserved for keys, values and states."""
-        return self.keys.nbytes + self.values.nbytes + self.snapshot_nbytes
+        return self.kv_nbytes + self.snapshot_nbytes
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes reserved for keys and values, with their scales."""
+        return sum(rows.nbytes for rows in self.rows)
 
     @property
     def snapshot_nbytes(self) -> int:
         """Bytes of host memory that one snapshot takes: 0 where all layers are attention."""
         return sum(state.nbytes for state in self.recurrent)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int) -> tuple[Tensor, ...]:
         """What one layer keeps.
 
-        Of attention: keys and values [kv_heads, max_length, head_dim]. Of a gated delta net: the convolution's last
-        inputs [C, kernel - 1] and the state fp32 [value heads, key dim, value dim].
+        Of attention: keys and values [kv_heads, max_length, head_dim], and if INT8 the scales of both [kv_heads,
+        max_length]. Of a gated delta net: the convolution's last inputs [C, kernel - 1] and the state fp32 [value
+        heads, key dim, value dim].
         """
         return self._layers[index]
 

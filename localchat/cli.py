@@ -121,7 +121,8 @@ def _pull(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from localchat import listing
 
-    return listing.print_model(args.model, context=args.ctx, as_json=args.json, gpu=args.gpu, vram=args.vram)
+    where = {"gpu": args.gpu, "vram": args.vram}
+    return listing.print_model(args.model, context=args.ctx, kv_cache=args.kv_cache, as_json=args.json, **where)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -168,7 +169,8 @@ def _bench(args: argparse.Namespace) -> int:
     from localchat.device import choose_device
 
     device = choose_device(args.gpu, args.vram)
-    result = bench.run(what, device=device, prompt_tokens=args.prompt_tokens, decode_tokens=args.tokens)
+    lengths = {"prompt_tokens": args.prompt_tokens, "decode_tokens": args.tokens}
+    result = bench.run(what, device=device, int8_kv=args.kv_cache == "int8", **lengths)
     return listing.print_bench(args.model, result, as_json=args.json)
 
 

@@ -8,6 +8,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
 from localchat import attachments, conversations, parameters, registry, slash, store
+from localchat.flags import KV_CACHES
 
 
 class ChatCompleter(Completer):
@@ -44,7 +45,8 @@ def _words_after(before: tuple[str, ...]) -> Iterable[str]:
     candidates: dict[tuple[str, ...], Iterable[str]] = {
         (): slash.NAMES,
         ("/show",): slash.SHOWN,
-        ("/set",): (*parameters.NAMES, "parameter", "system", "think", "nothink", "verbose", "quiet"),
+        ("/set",): (*parameters.NAMES, "parameter", "system", "think", "nothink", "verbose", "quiet", "kv_cache"),
+        ("/set", "kv_cache"): KV_CACHES,
         ("/set", "parameter"): parameters.NAMES,
     }
     return candidates.get(before, ())

@@ -1,7 +1,7 @@
 """The table for an NVIDIA card: every operation of a decode step is a Triton kernel from kernels/.
 
-The residual stream is fp32, products take fp16 inputs with a power of two per row ("scaled half"), the cache is bf16.
-A step over more than CROSSOVER tokens (prefill) goes another way: one matrix at a time is dequantised into bf16
+The residual stream is fp32, products take fp16 inputs with a power of two per row ("scaled half"), the cache is bf16 or
+INT8. A step over more than CROSSOVER tokens (prefill) goes another way: one matrix at a time is dequantised into bf16
 scratch, and the library's dense product reads that. It costs 2.5 times the matrix's size in traffic, which many tokens
 share, and reaches a rate that the packed product does not.
 """
@@ -67,21 +67,22 @@ class CudaOps(ReferenceOps):
         q_norm: "RMSNorm | None",
         k_norm: "RMSNorm | None",
         rope: Rotary,
-        cache: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, ...],
         *,
         gated: bool = False,
     ) -> Tensor:
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
-        keys, values = cache
+        keys, values, *scales = cache
         qkv, gate = split_gate(qkv, keys) if gated else (qkv, None)
-        q = rope_kv_write(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, keys, values)
+        angles = (rope.cos, rope.sin, rope.positions)
+        q = rope_kv_write(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales)
         if q.shape[0] > 1:
-            return attention_prefill(q, keys, values, rope.positions, gate=gate)
+            return attention_prefill(q, keys, values, rope.positions, gate=gate, scales=scales)
         splits = max(1, self._multiprocessors // keys.shape[0])
-        return attention_decode(q, keys, values, rope.positions, splits=splits, gate=gate)
+        return attention_decode(q, keys, values, rope.positions, splits=splits, gate=gate, scales=scales)
 
-    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, Tensor]) -> Tensor:
+    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
         if qkvz.shape[0] == 1:
             return gated_delta_net_decode(qkvz, ba, *weights, mixer.norm.eps, *cache, arrivals=self._arrivals)

@@ -325,7 +325,7 @@ def _hub_answer() -> Finding:
 def _models() -> Iterator[Finding]:
     import torch
 
-    from localchat.session import largest_model
+    from localchat.fitting import largest_model
     from localchat.stats import memory_used
 
     here = len(store.listing())

@@ -27,6 +27,7 @@ class Engine:
 
     `vocab_size`, where given, is the number of ids the tokenizer knows: padding rows behind it are never drawn.
     `tokens_forwarded` counts every id that a forward has received, which is what turn reuse is measured by.
+    `int8_kv` keeps keys and values as INT8.
     `snapshot_budget` is the host memory, in bytes, that a recurrent model may use for states to return to; by default
     what snapshots.py chooses.
     """
@@ -37,12 +38,14 @@ class Engine:
         max_length: int,
         *,
         vocab_size: int | None = None,
+        int8_kv: bool = False,
         snapshot_budget: int | None = None,
     ) -> None:
         self.model = model
         self.max_length = max_length
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
-        self.cache = KVCache(model.config, max_length, dtype=model.ops.cache_dtype, device=model.device)
+        dtype, device = model.ops.cache_dtype, model.device
+        self.cache = KVCache(model.config, max_length, dtype=dtype, device=device, int8=int8_kv)
         self.snapshots = Snapshots(self.cache, default_budget() if snapshot_budget is None else snapshot_budget)
         self.ids: list[int] = []
         self.tokens_forwarded = 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SHELLS = ("bash", "zsh", "fish")
 COLORS = ("auto", "on", "off")
 SESSION_ACTIONS = ("list", "show", "rm", "export")
-KV_CACHES = ("bf16",)
+KV_CACHES = ("bf16", "int8")
 THINK = ("on", "off", *values.EFFORTS)
 
 USAGE = {
@@ -106,7 +106,6 @@ def _run(parser: "Parser") -> None:
     parser.flag("--color", choices=COLORS, default="auto", help="colours on a terminal (default: auto)")
     parser.section("memory and device")
     _context(parser)
-    parser.flag("--kv-cache", choices=KV_CACHES, help="how a card keeps keys and values (default: bf16)")
     _device(parser)
 
 
@@ -159,6 +158,7 @@ def _bench(parser: "Parser") -> None:
     number: dict[str, Any] = {"convert": values.positive, "metavar": "N"}
     parser.flag("-p", "--prompt-tokens", default=512, help="prompt length (default: 512)", **number)
     parser.flag("-n", "--tokens", default=128, help="tokens to decode (default: 128)", **number)
+    _kv_cache(parser, "bf16")
     _json(parser)
     _device(parser)
 
@@ -210,6 +210,12 @@ def _json(parser: "Parser") -> None:
 def _context(parser: "Parser") -> None:
     names = ("-c", "--ctx", "--ctx-size", "--num-ctx")
     parser.flag(*names, convert=values.positive, metavar="N", help="context in tokens")
+    _kv_cache(parser, "bf16 where the context fits so")
+
+
+def _kv_cache(parser: "Parser", default: str) -> None:
+    text = f"how keys and values are kept (default: {default})"
+    parser.flag("--kv-cache", choices=KV_CACHES, help=text)
 
 
 def _card(parser: "Parser") -> None:

@@ -6,7 +6,8 @@ folder. All numbers are bytes; GB in texts means 1e9 bytes. Nothing here imports
     matrix [N, K], INT4, groups of G:  N*K/2 for the codes, N*K/G * 2 for fp16 scales, as much again for mins; N rounded
                                        up to 16
     matrix [N, K], INT8:               N*K for the codes, N * 4 for fp32 scales
-    keys and values of one token:      2 * attention layers * num_key_value_heads * head_dim * 2 (bf16; fp32 on a CPU)
+    keys and values of one token:      2 * attention layers * num_key_value_heads * head_dim * 2 (bf16; fp32 on a CPU),
+                                       or * (head_dim + 4) as INT8 with fp32 scales
     gated delta net state:             value heads * key dim * value dim * 4 (fp32) a layer, and the last three
                                        inputs of its convolution (as keys and values)
 
@@ -22,6 +23,7 @@ from localchat.config import GROUP_SIZES, TILE_ROWS, ModelConfig, TensorFormat, 
 from localchat.errors import BadCheckpoint
 
 KV_BYTES = {"cpu": 4, "cuda": 2}  # fp32 and bf16, see ops.py
+SCALE_BYTES = 4  # of an INT8 key or value of one head
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of one forward, as in the tables of ops (which import torch)
 CUDA_CONTEXT = 800_000_000  # driver, torch, Triton and cuBLAS of one process; 0.79-0.81e9 measured on an H200
 DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}  # tokens; a processor reads slowly, and its cache is fp32
@@ -75,10 +77,10 @@ class Ledger:
         return max(0, min(self.max_context, room // self.kv_bytes_per_token))
 
 
-def ledger(config: ModelConfig, context: int | None = None, device: str = "cpu") -> Ledger:
+def ledger(config: ModelConfig, context: int | None = None, device: str = "cpu", *, int8_kv: bool = False) -> Ledger:
     """The ledger of a model that need not exist yet: by its formats, or by those that `quantize` would choose.
 
-    context: tokens; None means the model's own maximum. device: "cpu" or "cuda".
+    context: tokens; None means the model's own maximum. device: "cpu" or "cuda". int8_kv: of keys and values as INT8.
     """
     sizes = dict.fromkeys(_WEIGHTS, 0)
     for name, n, k in _matrices(config):
@@ -91,10 +93,10 @@ def ledger(config: ModelConfig, context: int | None = None, device: str = "cpu")
             sizes[{4: "INT4 weights", 8: "INT8 weights"}.get(form.bits, "unquantised weights")] += codes
             sizes["scales"] += scales
     sizes["norms and biases"] = _small_bytes(config)
-    return _with_run_time(config, sizes, context, device)
+    return _with_run_time(config, sizes, context, device, int8_kv)
 
 
-def ledger_of_folder(folder: Path, context: int | None = None, device: str = "cpu") -> Ledger:
+def ledger_of_folder(folder: Path, context: int | None = None, device: str = "cpu", *, int8_kv: bool = False) -> Ledger:
     """The ledger of a packed folder, from the tensors that are really in its files.
 
     Raises:
@@ -104,13 +106,14 @@ def ledger_of_folder(folder: Path, context: int | None = None, device: str = "cp
     for path in sorted(folder.glob("*.safetensors")):
         for row, nbytes in _tensors(path):
             sizes[row] += nbytes
-    return _with_run_time(load_config(folder), sizes, context, device)
+    return _with_run_time(load_config(folder), sizes, context, device, int8_kv)
 
 
-def kv_bytes_per_token(config: ModelConfig, device: str = "cpu") -> int:
+def kv_bytes_per_token(config: ModelConfig, device: str = "cpu", *, int8_kv: bool = False) -> int:
     """Bytes that one more token takes in the KV cache of all attention layers."""
     layers = config.layer_types.count("full_attention")
-    return 2 * layers * config.num_key_value_heads * config.head_dim * KV_BYTES[device]
+    row = config.head_dim + SCALE_BYTES if int8_kv else config.head_dim * KV_BYTES[device]
+    return 2 * layers * config.num_key_value_heads * row
 
 
 def state_bytes(config: ModelConfig, device: str = "cpu") -> int:
@@ -120,12 +123,14 @@ def state_bytes(config: ModelConfig, device: str = "cpu") -> int:
     return config.layer_types.count("linear_attention") * (state + convolution)
 
 
-def _with_run_time(config: ModelConfig, sizes: dict[str, int], context: int | None, device: str) -> Ledger:
+def _with_run_time(
+    config: ModelConfig, sizes: dict[str, int], context: int | None, device: str, int8_kv: bool
+) -> Ledger:
     """Behind the weights' rows: what a conversation of `context` tokens needs beside them."""
     context = config.max_position_embeddings if context is None else context
-    per_token, state = kv_bytes_per_token(config, device), state_bytes(config, device)
+    per_token, state = kv_bytes_per_token(config, device, int8_kv=int8_kv), state_bytes(config, device)
     rows = [Row(name, nbytes) for name, nbytes in sizes.items() if nbytes]
-    rows.append(Row(f"KV cache, {context:,} tokens", context * per_token))
+    rows.append(Row(f"KV cache, {context:,} tokens{', INT8' * int8_kv}", context * per_token))
     if state:
         rows.append(Row("recurrent state", state))
         rows.append(

@@ -22,8 +22,11 @@ class CardLimit:
         return rate * (self.weights + context * self.per_position) / self.bandwidth
 
 
-def card_limit(model: "Model") -> CardLimit | None:
-    """The limit of the card that holds `model`; None on a processor, and where nobody knows it."""
+def card_limit(model: "Model", *, int8_kv: bool = False) -> CardLimit | None:
+    """The limit of the card that holds `model`; None on a processor, and where nobody knows it.
+
+    int8_kv: its keys and values are kept as INT8.
+    """
     if model.device.type != "cuda":
         return None
     import torch
@@ -39,4 +42,5 @@ def card_limit(model: "Model") -> CardLimit | None:
         except torch.OutOfMemoryError:
             return None
     states = 2 * state_bytes(model.config, "cuda")  # read and written
-    return CardLimit(bandwidth, bytes_per_token(model) + states, kv_bytes_per_token(model.config, "cuda"))
+    per_position = kv_bytes_per_token(model.config, "cuda", int8_kv=int8_kv)
+    return CardLimit(bandwidth, bytes_per_token(model) + states, per_position)

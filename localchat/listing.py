@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from localchat import registry, store
 from localchat.config import ModelConfig, QuantizationConfig, load_config
-from localchat.errors import ModelNotFound
+from localchat.errors import DoesNotFit, ModelNotFound
+from localchat.fitting import Fit, fit, fixes_for
 from localchat.ledger import DEFAULT_CONTEXT, Ledger, ledger, ledger_of_folder
 from localchat.memory_table import Memory, memory_of, table_text
 from localchat.prepare import registry_name, size_text
@@ -38,8 +39,16 @@ def print_models(*, as_json: bool, with_usage: bool) -> int:
     return 0
 
 
-def print_model(name: str, *, context: int | None, as_json: bool, gpu: str = "auto", vram: float | None = None) -> int:
-    """The shape of a model, its quantisation and its memory ledger on what `run` would use.
+def print_model(
+    name: str,
+    *,
+    context: int | None,
+    as_json: bool,
+    kv_cache: str | None = None,
+    gpu: str = "auto",
+    vram: float | None = None,
+) -> int:
+    """The shape of a model, its quantisation and its memory ledger on what `run` would use; what helps if it is little.
 
     Raises:
         ModelNotFound: it is neither here nor in the registry.
@@ -54,23 +63,32 @@ def print_model(name: str, *, context: int | None, as_json: bool, gpu: str = "au
     packed = folder is not None and config is not None and config.quantization is not None
     memory = memory_of(gpu, vram)
 
-    def ledger_at(tokens: int) -> Ledger:
+    def ledger_with(int8_kv: bool, tokens: int = 1) -> Ledger:
         if packed and folder:
-            return ledger_of_folder(folder, tokens, memory.kind)
-        return ledger(shape, tokens, memory.kind)
+            return ledger_of_folder(folder, tokens, memory.kind, int8_kv=int8_kv)
+        return ledger(shape, tokens, memory.kind, int8_kv=int8_kv)
 
-    if context is None:  # as `run` chooses it
-        context = min(shape.max_position_embeddings, DEFAULT_CONTEXT[memory.kind])
-        context = min(context, ledger_at(1).largest_context(memory.available)) or context
-    table = ledger_at(context)
+    fixes: list[str] = []
+    try:  # as `run` chooses it
+        chosen = fit(ledger_with, memory, context, kv_cache)
+    except DoesNotFit:
+        fixes = fixes_for(ledger_with, memory, context, kv_cache)
+        usual = min(shape.max_position_embeddings, DEFAULT_CONTEXT[memory.kind])
+        chosen = Fit(context or usual, int8_kv=kv_cache != "bf16")
+    table = ledger_with(chosen.int8_kv, chosen.context)
     facts = _facts(name, folder, shape, entry)
     if as_json:
-        print(json.dumps({**facts, "memory": _memory_facts(table, memory)}, indent=2))
+        found = {**_memory_facts(table, memory), "kv_cache": chosen.form(memory.kind), "fixes": fixes}
+        print(json.dumps({**facts, "memory": found}, indent=2))
         return 0
     for key, value in facts.items():
         if value not in ("", None):
             print(f"{key.replace('_', ' '):<26}{one_line(f'{value:,}' if type(value) is int else str(value))}")
     print(f"\n{table_text(table, memory)}")
+    if chosen.notice:
+        print(f"\n{chosen.notice}")
+    if fixes:
+        print("\n" + "\n".join(["it does not fit; what helps:", *(f"  {fix}" for fix in fixes)]))
     return 0
 
 
@@ -110,6 +128,7 @@ def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
         ("load", f"{result.load_seconds:.2f} s"),
         ("prefill", f"{result.prefill_rate:.1f} tok/s over {result.prompt_tokens} tokens"),
         ("decode", decoded),
+        *([("keys and values", "INT8")] if result.int8_kv else []),
         ("weights read per token", size_text(result.bytes_per_token)),
         ("bandwidth while decoding", f"{result.bandwidth / 1e9:.1f} GB/s"),
         *limits,

@@ -92,7 +92,7 @@ def measure(engine: "Engine", memory: Memory, before: int) -> Measured:
         rows[name] = rows.get(name, 0) + tensor
     weights = sum(rows.values())
     cache = engine.cache
-    rows["KV cache"] = cache.keys.nbytes + cache.values.nbytes
+    rows["KV cache"] = cache.kv_nbytes
     rows["recurrent state"] = cache.snapshot_nbytes
     rows["snapshots"] = engine.snapshots.nbytes
     used = memory_used(memory.device)[0]

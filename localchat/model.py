@@ -68,7 +68,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, ...]) -> Tensor:
         qkv = self.ops.norm_linear(x, norm, self.qkv_proj)
         heads = self.ops.attention(qkv, self.q_norm, self.k_norm, rope, cache, gated=self.gated)
         return self.ops.linear_add(heads, self.o_proj, x)
@@ -106,7 +106,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.out_proj = _linear(config, f"{name}.out_proj", hidden, values)
 
-    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, ...]) -> Tensor:
         qkvz, ba = self.ops.norm_linears(x, norm, self.in_proj_qkvz, self.in_proj_ba)
         heads = self.ops.gated_delta_net(qkvz, ba, self, cache)
         return self.ops.linear_add(heads, self.out_proj, x)
@@ -140,7 +140,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, f"{name}.mlp", ops)
 
-    def forward(self, x: Tensor, rope: Rotary, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotary, cache: tuple[Tensor, ...]) -> Tensor:
         mixer = self.self_attn if self.kind == "full_attention" else self.linear_attn
         x = mixer(x, self.input_layernorm, rope, cache)
         return self.mlp(x, self.post_attention_layernorm)  # type: ignore[no-any-return]

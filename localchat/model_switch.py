@@ -1,10 +1,14 @@
-"""`/model`: another model under the same conversation, which it reads anew. One model is in memory at a time."""
+"""`/model`: another model under the same conversation, which it reads anew. One model is in memory at a time.
+
+`/set kv_cache` is the same with the same model: keys and values of another form are computed, not converted.
+"""
 
 import argparse
 import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localchat import parameters
 from localchat.chat import Chat
 from localchat.prepare import packed_folder
 
@@ -24,10 +28,22 @@ class ModelSwitch:
         Raises:
             UserError: there is no such model, or it cannot be had, be loaded, or does not fit.
         """
+        folder = packed_folder(name, offline=self._args.offline, yes=self._args.yes)
+        return self._change(folder, argparse.Namespace(**{**vars(self._args), "model": name}))
+
+    def keep_as(self, kv_cache: str) -> "Opened":
+        """Keep keys and values in this form from now on; if that fails all stays as it is.
+
+        Raises:
+            UserError: the context that was asked for does not fit so.
+        """
+        origins = {**self._args.origins, "kv_cache": parameters.SET}
+        changes = {"kv_cache": kv_cache, "origins": origins}
+        return self._change(self._folder, argparse.Namespace(**{**vars(self._args), **changes}))
+
+    def _change(self, folder: Path, args: argparse.Namespace) -> "Opened":
         from localchat.session import open_chat
 
-        folder = packed_folder(name, offline=self._args.offline, yes=self._args.yes)
-        args = argparse.Namespace(**{**vars(self._args), "model": name})
         self._release()
         try:
             opened = open_chat(folder, args)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 class ReferenceOps:
     """Every operation as its reference in kernels/, in fp32.
 
-    `dtype` is that of activations, `weight_dtype` that of unquantised matrices, `cache_dtype` that of keys and values.
+    `dtype` is that of activations, `weight_dtype` that of unquantised matrices, `cache_dtype` that of keys and values
+    (where they are not INT8) and of the convolutions' inputs.
     """
 
     dtype = torch.float32
@@ -84,21 +85,24 @@ class ReferenceOps:
         q_norm: "RMSNorm | None",
         k_norm: "RMSNorm | None",
         rope: Rotary,
-        cache: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, ...],
         *,
         gated: bool = False,
     ) -> Tensor:
         """q/k norm, RoPE, cache write and grouped-query attention. qkv [T, q + k + v rows] -> [T, Hq * D].
 
+        cache: keys, values, and of an INT8 cache the scales of both.
         gated: behind q, k and v there is a gate [T, Hq * D], whose sigmoid multiplies the result.
         """
         q_weight, k_weight = (q_norm.weight, k_norm.weight) if q_norm and k_norm else (None, None)
         eps = q_norm.eps if q_norm else 0.0
-        qkv, gate = split_gate(qkv, cache[0]) if gated else (qkv, None)
-        q = rope_kv_write_reference(qkv, q_weight, k_weight, eps, rope.cos, rope.sin, rope.positions, *cache)
-        return attention_reference(q, *cache, rope.positions, gate=gate)
+        keys, values, *scales = cache
+        qkv, gate = split_gate(qkv, keys) if gated else (qkv, None)
+        angles = (rope.cos, rope.sin, rope.positions)
+        q = rope_kv_write_reference(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales)
+        return attention_reference(q, keys, values, rope.positions, gate=gate, scales=scales)
 
-    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, Tensor]) -> Tensor:
+    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
         """Convolution, delta rule and gated norm. qkvz [T, C + V], ba [T, 2 nv] -> [T, V]; moves both states on."""
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
         return gated_delta_net_reference(qkvz, ba, *weights, mixer.norm.eps, *cache)
@@ -180,7 +184,7 @@ class CpuOps(ReferenceOps):
             return super().product(x, linear)
         return y.float() if linear.bias is None else y + linear.bias
 
-    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, Tensor]) -> Tensor:
+    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
         if qkvz.shape[0] == 1:
             return super().gated_delta_net(qkvz, ba, mixer, cache)
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)

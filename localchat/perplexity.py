@@ -17,8 +17,8 @@ _ROWS = 128
 
 
 @torch.inference_mode()
-def perplexity(model: Model, ids: Sequence[int], window: int = 1024) -> float:
-    """ids of the whole text -> perplexity.
+def perplexity(model: Model, ids: Sequence[int], window: int = 1024, *, int8_kv: bool = False) -> float:
+    """ids of the whole text -> perplexity. `int8_kv` keeps keys and values as INT8.
 
     Raises:
         ValueError: there is no token to predict.
@@ -28,7 +28,8 @@ def perplexity(model: Model, ids: Sequence[int], window: int = 1024) -> float:
     total, count = 0.0, 0
     for start in range(0, len(ids), window):
         chunk = torch.tensor(ids[start : start + window], device=model.device)
-        cache = KVCache(model.config, len(chunk), dtype=model.ops.cache_dtype, device=model.device)
+        dtype, device = model.ops.cache_dtype, model.device
+        cache = KVCache(model.config, len(chunk), dtype=dtype, device=device, int8=int8_kv)
         hidden = model(chunk, torch.arange(len(chunk), device=model.device), cache)
         for row in range(0, len(chunk) - 1, _ROWS):
             total += _negative_log_likelihood(model, hidden[row : row + _ROWS], chunk[row + 1 : row + 1 + _ROWS])

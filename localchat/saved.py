@@ -14,12 +14,12 @@ def open_saved(args: argparse.Namespace) -> Saved:
     """Where the conversation is saved, and what -C or --session goes on with. It is locked from now on.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or that can be no name.
         UserError: it is damaged, or open in another process.
     """
     autosave = Autosave(registry_name(args.model), conversation_settings.chosen_by(args))
     name = conversations.latest() if args.continue_last else args.session
-    if not name:
+    if name is None:
         return autosave, None
     conversation = autosave.open(name, create=not args.continue_last)
     autosave.chosen |= conversation_settings.chosen_by(settings_of(args, conversation))

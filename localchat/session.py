@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localchat import conversation_settings, ledger, one_answer, parameters, registry, settings, slash
+from localchat import conversation_settings, ledger, one_answer, parameters, settings, slash
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
 from localchat.config import ModelConfig, load_config, read_json
 from localchat.device import choose_device
 from localchat.engine import Engine
-from localchat.errors import DoesNotFit, UsageError
+from localchat.errors import UsageError
+from localchat.fitting import Fit, fit
 from localchat.limit import card_limit
 from localchat.listing import describe_config
-from localchat.memory_table import measure, memory_on, table_text
+from localchat.memory_table import Memory, measure, memory_on, table_text
 from localchat.model_switch import ModelSwitch
-from localchat.prepare import registry_name, say, size_text
+from localchat.prepare import registry_name, say
 from localchat.sampling import Sampling
 from localchat.saved import Saved
 from localchat.slash_conversations import ConversationCommands, resumed
@@ -56,31 +57,37 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     config = load_config(folder)
     device = choose_device(args.gpu, args.vram)
     memory, before = memory_on(device, args.vram), memory_used(device)[0]
-    context = context_length(args.ctx, config, folder, device, args.vram)
+    chosen = _fit(args, config, folder, memory)
+    context, int8_kv = chosen.context, chosen.int8_kv
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
     name = registry_name(args.model)
     with loading(name):
         tokenizer = Tokenizer.load(folder)
         template = ChatTemplate.load(folder, tokenizer)
-        engine = Engine(load_model(folder, device), context, vocab_size=tokenizer.vocab_size)
+        model = load_model(folder, device)
+        engine = Engine(model, context, vocab_size=tokenizer.vocab_size, int8_kv=int8_kv)
     chat = Chat(engine, tokenizer, template, Sampling())
     conversation_settings.apply(chat, args, generation_config)
-    for notice in settings.unheard(args, template.source, device):
+    for notice in filter(None, [chosen.notice, *settings.unheard(args, template.source, device)]):
         say(notice)
     used, total = memory_used(device)
-    summary = f"{name} - {describe_config(config)} - context {context:,} - {used / 1e9:.1f}/{total / 1e9:.1f} GB"
+    room = f"context {context:,}{' in INT8' * int8_kv}"
+    summary = f"{name} - {describe_config(config)} - {room} - {used / 1e9:.1f}/{total / 1e9:.1f} GB"
     return Opened(
         chat=chat,
         banner=f"{summary}\n/help for commands, Ctrl-D to leave",
         about=slash.About(
             info=f"{summary}\n{one_line(str(folder))}",
             memory=lambda: table_text(
-                ledger.ledger_of_folder(folder, context, memory.kind), memory, measure(engine, memory, before)
+                ledger.ledger_of_folder(folder, context, memory.kind, int8_kv=int8_kv),
+                memory,
+                measure(engine, memory, before),
             ),
             origins=parameters.sampling_origins(settings.given_origins(args), generation_config),
             fixed=(
                 ("ctx", context, args.origins["ctx"]),
+                _kept_as(args, chosen, memory.kind),
                 ("gpu", device, args.origins["gpu"]),
                 ("vram", args.vram, args.origins["vram"]),
             ),
@@ -90,7 +97,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
             hide_thinking=args.hide_thinking,
             verbose=args.verbose,
             device=device,
-            limit=card_limit(engine.model),
+            limit=card_limit(engine.model, int8_kv=int8_kv),
             markdown=not args.raw,
         ),
         load_seconds=time.perf_counter() - start,
@@ -100,48 +107,27 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     )
 
 
-def context_length(
-    wanted: int | None, config: ModelConfig, folder: Path, device: str = "cpu", vram: float | None = None
-) -> int:
-    """The context in tokens: what was asked for, or ledger.DEFAULT_CONTEXT, within the model's limit and the memory.
+def _fit(args: argparse.Namespace, config: ModelConfig, folder: Path, memory: Memory) -> Fit:
+    """How long a context, and in which form it is kept.
 
     Raises:
-        UsageError: more was asked for than the model was trained for.
+        UsageError: a longer one was asked for than the model was trained for.
         DoesNotFit: memory does not hold the model with this context.
     """
     limit = config.max_position_embeddings
-    used, total = memory_used(device)
-    if device != "cpu":  # what other programs hold of a card is not ours; our CUDA context is counted in the ledger
-        total = min(total - used + ledger.CUDA_CONTEXT, total)
-    total = total if vram is None else min(total, int(vram * 1e9))
-    if wanted is not None and wanted > limit:
-        raise UsageError(f"--ctx {wanted:,} is more than the {limit:,} tokens that this model was made for.")
-    largest = ledger.ledger_of_folder(folder, 1, _kind(device)).largest_context(total)
-    if largest < (wanted or 1):
-        fixes = [f"--ctx {largest} fits"] if largest else []
-        if device != "cpu" and used > 2 * ledger.CUDA_CONTEXT:
-            fixes.append(f"other programs hold {size_text(used - ledger.CUDA_CONTEXT)} of the card: close them")
-        smaller = largest_model(total, wanted or 1, _kind(device))
-        if smaller:
-            fixes.append(f"`localchat run {smaller}` fits")
-        if device != "cpu":
-            fixes.append("--gpu cpu takes the machine's memory")
-        raise DoesNotFit(
-            f"the model and a context of {wanted or 1:,} tokens do not fit into {size_text(total)} of memory.",
-            "; ".join(fixes[:3]) + "." if fixes else "take a smaller model (`localchat list`).",
-        )
-    return wanted or min(limit, ledger.DEFAULT_CONTEXT[_kind(device)], largest)
+    if args.ctx is not None and args.ctx > limit:
+        raise UsageError(f"--ctx {args.ctx:,} is more than the {limit:,} tokens that this model was made for.")
+
+    def ledger_with(int8_kv: bool) -> ledger.Ledger:
+        return ledger.ledger_of_folder(folder, 1, memory.kind, int8_kv=int8_kv)
+
+    return fit(ledger_with, memory, args.ctx, args.kv_cache)
 
 
-def largest_model(available: int, context: int, kind: str) -> str | None:
-    """The name of the registry's largest model that fits into `available` bytes with `context` tokens, or None."""
-    able = (entry for entry in registry.MODELS.values() if context <= entry.max_position_embeddings)
-    sizes = {entry.alias: ledger.ledger(entry.config, context, kind).total for entry in able}
-    return max((alias for alias, size in sizes.items() if size <= available), key=sizes.__getitem__, default=None)
-
-
-def _kind(device: str) -> str:
-    return device.partition(":")[0]
+def _kept_as(args: argparse.Namespace, chosen: Fit, kind: str) -> tuple[str, str, str]:
+    """The row of /show parameters that says how keys and values are kept, and who decided that."""
+    origin = "what fits" if chosen.int8_kv and args.kv_cache is None else args.origins["kv_cache"]
+    return "kv_cache", chosen.form(kind), origin
 
 
 def answer(opened: Opened, prompt: str, saved: Saved) -> int:

@@ -120,8 +120,8 @@ def unheard(args: argparse.Namespace, template: str, device: str) -> list[str]:
         lines.append(f"{flag} changes nothing: this model's chat template has no switch for thinking")
     elif "think" in args.given and isinstance(args.think, str) and "reasoning_effort" not in template:
         lines.append(f"--think={args.think} is --think here: this model's chat template knows no efforts")
-    if "kv_cache" in args.given and device == "cpu":
-        lines.append(f"--kv-cache {args.kv_cache} is for cards: a processor keeps keys and values in fp32")
+    if "kv_cache" in args.given and args.kv_cache == "bf16" and device == "cpu":
+        lines.append("--kv-cache bf16 is for cards: a processor keeps keys and values in fp32, or as INT8")
     return lines
 
 

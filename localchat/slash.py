@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from localchat import attachments, parameters
 from localchat.chat import Chat
 from localchat.errors import UsageError
+from localchat.flags import KV_CACHES
 from localchat.stats import Stats
 from localchat.statusline import stats_block
 from localchat.text_safety import one_line, visible
@@ -34,6 +35,7 @@ HELP = """\
 /set system TEXT     set the system prompt (clears the conversation)
 /set think           ask the model to think first; /set nothink asks it not to
 /set think N         the same, for at most N tokens
+/set kv_cache int8   keep keys and values in half the memory; bf16: no more
 /set verbose         counts and timings below each reply; /set quiet: no more
 /show info           the model; also parameters, system, template, memory,
                      context
@@ -111,13 +113,20 @@ class ChangeModel:
 
 
 @dataclass(frozen=True)
+class KeepAs:
+    """To be done: keep keys and values in the form `kv_cache`, "bf16" or "int8"."""
+
+    kv_cache: str
+
+
+@dataclass(frozen=True)
 class Verbose:
     """To be done: from now on show the figures below each reply, or not."""
 
     on: bool
 
 
-Action = Retry | Edit | Continue | Copy | ChangeModel | Verbose
+Action = Retry | Edit | Continue | Copy | ChangeModel | KeepAs | Verbose
 Result = str | Action | None
 
 
@@ -268,7 +277,7 @@ class SlashCommands:
             raise UsageError("/model needs the name of a model.", "`localchat list` names them, Tab completes.")
         return ChangeModel(rest)
 
-    def _set(self, rest: str) -> "str | Verbose":
+    def _set(self, rest: str) -> "str | Verbose | KeepAs":
         if not rest:
             return self._parameters()
         name, _, value = rest.removeprefix("parameter ").strip().partition(" ")
@@ -285,6 +294,12 @@ class SlashCommands:
         if name in ("think", "nothink") and not value:
             self._think(name == "think", None)
             return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
+        if name in ("kv_cache", "kv-cache"):
+            if value not in KV_CACHES:
+                raise UsageError(f"kv_cache is {one_line(value)!r}, wanted {' or '.join(KV_CACHES)}.")
+            return KeepAs(value)
+        if name in [fixed for fixed, *_ in self.about.fixed]:
+            raise UsageError(f"{name} cannot be set in a chat.", f"leave it and go on with -C --{name} VALUE.")
         parameter = parameters.find(name)
         if not value:
             raise UsageError(f"/set {parameter.names[0]} needs a value.", f"try: /set {parameter.names[0]} VALUE")

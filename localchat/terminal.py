@@ -33,6 +33,7 @@ from localchat.stream import Look, Printer, TerminalPrinter, printer_for, stream
 from localchat.text_safety import visible
 
 if TYPE_CHECKING:
+    from localchat.model_switch import ModelSwitch
     from localchat.session import Opened
 
 LEAVE_SECONDS = 2.0
@@ -48,7 +49,7 @@ class Repl:
         console: Console,
         look: Look,
         history: History,
-        switch: "Callable[[str], Opened] | None" = None,
+        switch: "ModelSwitch | None" = None,
         autosave: Autosave | None = None,
     ) -> None:
         self._chat, self._commands, self._console, self._look = chat, commands, console, look
@@ -94,6 +95,11 @@ class Repl:
             return True
         replacing, self._replacing = self._replacing, False
         if not slash.is_command(text):
+            if inside := attachments.read_inside(text):
+                self._replacing = replacing
+                self._say(f"/read is a command where it stands first: inside a message write @{inside[0]}")
+                self._given_back = inside[1]
+                return True
             self._send(slash.unescaped(text), replacing=replacing)
             return True
         try:
@@ -115,7 +121,9 @@ class Repl:
         elif isinstance(action, slash.Copy):
             self._copy(action)
         elif isinstance(action, slash.ChangeModel):
-            self._change_model(action.name)
+            self._change_model(lambda switch: switch(action.name), action.name)
+        elif isinstance(action, slash.KeepAs):
+            self._change_model(lambda switch: switch.keep_as(action.kv_cache))
         elif isinstance(action, slash.Verbose):
             self._look = replace(self._look, verbose=action.on)
             self._say(f"figures are {'shown' if action.on else 'not shown'} below each reply")
@@ -290,21 +298,22 @@ class Repl:
         self._console.file.flush()
         self._say(f"copied {copy.what}, {len(copy.text):,} characters, if this terminal allows it (OSC 52)")
 
-    def _change_model(self, name: str) -> None:
-        """Load another model; whatever goes wrong, the chat goes on with the one it has."""
+    def _change_model(self, change: "Callable[[ModelSwitch], Opened]", name: str = "") -> None:
+        """Load another model, called `name`, or the same one otherwise; if it fails the chat goes on as it was."""
         if self._switch is None:
             self._say("localchat: error: the model cannot be changed here.")
             return
+        stays = "the model stays" if name else "keys and values stay as they were"
         try:
-            opened = self._switch(name)
+            opened = change(self._switch)
         except KeyboardInterrupt:
-            self._say("interrupted, the model stays")
+            self._say(f"interrupted, {stays}")
         except Exception as error:  # noqa: BLE001 - the chat lives on
-            self._say(f"{failure_of(error)}\nthe model stays")
+            self._say(f"{failure_of(error)}\n{stays}")
         else:
             chosen = {name: value for name, value in self._commands.chosen.items() if hasattr(Sampling, name)}
             self._chat.sampling = replace(opened.chat.sampling, **chosen)
-            if self._autosave:
+            if self._autosave and name:
                 self._autosave.model = registry_name(name)
             self._look, self._commands.about = opened.look, opened.about
             self._say(opened.banner)

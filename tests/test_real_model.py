@@ -30,14 +30,19 @@ def known_ids(real_packed: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer"),
+    ("prompt", "answer", "flags"),
     [
-        ("What is the capital of France?", "The capital of France is Paris."),
-        ("What is 2+2?", "The answer to this classic math problem is 4."),
+        (
+            "What is the capital of France?",
+            "The capital of France is Paris.",
+            (),
+        ),  # a near-tie, which INT8 decides anew
+        ("What is 2+2?", "The answer to this classic math problem is 4.", ()),
+        ("What is 2+2?", "The answer to this classic math problem is 4.", ("--kv-cache", "int8")),
     ],
 )
-def test_known_answers_on_the_command_line(real_packed: Path, prompt: str, answer: str) -> None:
-    words = [sys.executable, "-m", "localchat", "run", str(real_packed), "--temp", "0", prompt]
+def test_known_answers_on_the_command_line(real_packed: Path, prompt: str, answer: str, flags: tuple[str, ...]) -> None:
+    words = [sys.executable, "-m", "localchat", "run", str(real_packed), "--temp", "0", *flags, prompt]
     result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert (result.returncode, result.stdout) == (0, answer + "\n"), result.stderr
 
@@ -53,6 +58,7 @@ def test_perplexity_of_the_converted_weights_and_of_int4(
     assert abs(converted - KNOWN_PERPLEXITY) < 0.1
     packed = perplexity(load_model(real_packed), known_ids)
     assert abs(packed / converted - 1) < 0.005
+    assert 0 < abs(perplexity(load_model(real_packed), known_ids, int8_kv=True) / packed - 1) < 0.005
 
 
 def test_the_tokenizer_is_the_models_own(real_packed: Path) -> None:

@@ -75,20 +75,24 @@ def _row_cases() -> list[Case]:
 
 
 def _attention_cases() -> list[Case]:
-    """smollm2, qwen2.5-32b, qwen3-8b and qwen3.5-27b, which is gated; an fp32 cache."""
+    """smollm2, qwen2.5-32b, qwen3-8b and qwen3.5-27b, which is gated, each in bf16 and INT8; an fp32 cache."""
     cases = []
-    for d, group, dtype in ((64, 3, "bf16"), (128, 5, "bf16"), (128, 8, "bf16"), (256, 6, "bf16"), (64, 7, "fp32")):
-        size = 4 if dtype == "fp32" else 2
-        launch = {"GROUP": group, "D": d, "WIDEN": False}
+    shapes = [(d, group, kv) for d, group in ((64, 3), (128, 5), (128, 8), (256, 6)) for kv in ("bf16", "i8")]
+    for d, group, kv in (*shapes, (64, 7, "fp32")):
+        dtype, size = ("bf16", 1) if kv == "i8" else (kv, 4 if kv == "fp32" else 2)
+        launch = {"GROUP": group, "D": d, "INT8": kv == "i8", "WIDEN": False}
+        launch |= {} if kv == "i8" else {"key_scales_ptr": None, "value_scales_ptr": None}
         gated = {"GATED": d == 256} | ({} if d == 256 else {"gate_ptr": None})
-        pointers, shape = f"*{dtype} *{dtype} *{dtype} *i64", f"D {d} group {group} {dtype}"
-        block_n = attention.decode_block(d, size)
+        pointers = f"*{dtype} *{kv} *{kv} {'*fp32 *fp32 ' * (kv == 'i8')}*i64"
+        shape = f"D {d} group {group} {kv}"
+        block_n, warps = attention.decode_blocks(d, size)
         cases.append(
             Case(
                 f"attention_decode {shape}",
                 "attention._attention_decode_kernel",
                 f"{pointers} *fp32 *fp32 fp32 i32:16",
                 {**launch, "BLOCK_M": 16, "BLOCK_N": block_n},
+                num_warps=warps,
                 num_stages=2,
             )
         )
@@ -279,8 +283,9 @@ def _few_tokens_cases() -> list[Case]:
 @functools.cache
 def cases() -> list[Case]:
     """The registry."""
-    rope = {"D": 128, "ROTARY": 128, "BLOCK": 128}
-    rope_signature = "*i64 *bf16 *bf16 *bf16 fp32 i32:16 i32 i32 i32:16"
+    rope = {"D": 128, "ROTARY": 128, "BLOCK": 128, "INT8": False, "key_scales_ptr": None, "value_scales_ptr": None}
+    integers = "fp32 i32:16 i32 i32 i32:16"
+    rope_signature = f"*i64 *bf16 *bf16 *bf16 {integers}"
     return [
         *_row_cases(),
         Case("scaled_half fp32", "scaled_half._scaled_half_kernel", "*fp32 *fp16 *fp32 i32:16", {"BLOCK": 4096}, 16),
@@ -310,8 +315,18 @@ def cases() -> list[Case]:
             "rope_kv_write 64 of 256",
             "rope_kv_write._rope_kv_write_kernel",
             f"*fp32 *fp32 *fp32 *fp32 *fp32 {rope_signature}",
-            {"NORM": True, "D": 256, "ROTARY": 64, "BLOCK": 256},
+            {**rope, "NORM": True, "D": 256, "ROTARY": 64, "BLOCK": 256},
             1,
+        ),
+        *(
+            Case(
+                f"rope_kv_write INT8 {rotary} of {d}",
+                "rope_kv_write._rope_kv_write_kernel",
+                f"*fp32 *fp32 *fp32 *fp32 *fp32 *i64 *bf16 *i8 *i8 *fp32 *fp32 {integers}",
+                {"NORM": True, "D": d, "ROTARY": rotary, "BLOCK": d, "INT8": True},
+                1,
+            )
+            for d, rotary in ((64, 64), (128, 128), (256, 64))
         ),
         *_product_cases(),
         *_few_tokens_cases(),

@@ -25,6 +25,7 @@ def _interpreter_rounds() -> None:
         if source.name == "fp32" and target.name == "bf16":
             bits = np.ascontiguousarray(values).view(np.uint32)
             up = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            up &= np.uint32(0xFFFF0000)  # of a zero no bits are left, or it would become a tiny number
             values = np.where(np.isfinite(bits.view(np.float32)), up, bits).view(np.float32)
         return convert(values, source, target, mode)
 

@@ -1,4 +1,7 @@
-"""kernels/attention.py: both kernels against the reference; unwritten rows of the cache are NaN."""
+"""kernels/attention.py: both kernels against the reference; unwritten rows of the cache are NaN.
+
+Of an INT8 cache the reference has the same codes and scales; what quantising them costs is a test of its own.
+"""
 
 from collections.abc import Callable
 
@@ -7,24 +10,44 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.attention import attention_decode, attention_prefill, attention_reference
+from localchat.kernels.rope_kv_write import quantize_rows
 
 Relative = Callable[[Tensor, Tensor], float]
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
-BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3}  # bf16: the weights p are rounded before p v
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}  # bf16: the weights p are rounded before p v
+CACHES = pytest.mark.parametrize("int8", [False, True], ids=["float", "int8"])
 
 
 def cache_and_queries(
-    device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int], head_dim: int, length: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q of the last `tokens` of `length` positions, keys, values (9 NaN rows behind the last), positions."""
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    length: int,
+    int8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """q of the last `tokens` of `length` positions, keys, values (9 NaN rows behind the last), positions, scales.
+
+    Of an INT8 cache the scales are NaN there and the codes the largest; rows differ in size by up to 200.
+    """
     q_heads, kv_heads = heads
     q = (torch.randn(tokens, q_heads, head_dim, device=device) * 2).to(dtype)
-    keys, values = (torch.randn(kv_heads, length + 9, head_dim, device=device).to(dtype) for _ in range(2))
-    keys[:, length:] = values[:, length:] = float("nan")
-    return q, keys, values, torch.arange(length - tokens, length, device=device)
+    keys, values = (torch.randn(kv_heads, length + 9, head_dim, device=device) for _ in range(2))
+    positions = torch.arange(length - tokens, length, device=device)
+    if not int8:
+        keys, values = keys.to(dtype), values.to(dtype)
+        keys[:, length:] = values[:, length:] = float("nan")
+        return q, keys, values, positions, ()
+    values *= 10 ** (torch.rand(kv_heads, length + 9, 1, device=device) * 2.3 - 1.5)
+    (keys, key_scales), (values, value_scales) = quantize_rows(keys), quantize_rows(values)
+    keys[:, length:] = values[:, length:] = 127
+    key_scales[:, length:] = value_scales[:, length:] = float("nan")
+    return q, keys, values, positions, (key_scales, value_scales)
 
 
+@CACHES
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(
     ("heads", "head_dim", "length", "splits"),
@@ -46,28 +69,31 @@ def test_decode_agrees(
     length: int,
     splits: int,
     dtype: torch.dtype,
+    int8: bool,
 ) -> None:
-    q, keys, values, positions = cache_and_queries(device, dtype, 1, heads, head_dim, length)
-    out = attention_decode(q, keys, values, positions, splits=splits)
-    wanted = attention_reference(q.float(), keys.float(), values.float(), positions)
+    q, keys, values, positions, scales = cache_and_queries(device, dtype, 1, heads, head_dim, length, int8)
+    out = attention_decode(q, keys, values, positions, scales=scales, splits=splits)
+    wanted = attention_reference(q.float(), keys, values, positions, scales=scales)
     assert out.dtype == torch.float32
     assert relative(out, wanted) < BOUNDS[dtype]
 
 
+@CACHES
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 2047, 32_768])
 @pytest.mark.parametrize(("heads", "head_dim"), [((40, 8), 128), ((32, 8), 128), ((9, 3), 64)])
 def test_decode_agrees_at_real_sizes(
-    card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, length: int
+    card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, length: int, int8: bool
 ) -> None:
-    q, keys, values, positions = cache_and_queries(card, torch.bfloat16, 1, heads, head_dim, length)
-    wanted = attention_reference(q.float(), keys, values, positions)
-    outs = [attention_decode(q, keys, values, positions, splits=splits) for splits in (32, 32, 1)]
+    q, keys, values, positions, scales = cache_and_queries(card, torch.bfloat16, 1, heads, head_dim, length, int8)
+    wanted = attention_reference(q.float(), keys, values, positions, scales=scales)
+    outs = [attention_decode(q, keys, values, positions, scales=scales, splits=splits) for splits in (32, 32, 1)]
     assert relative(outs[0], wanted) < 2.5e-3
     assert torch.equal(outs[0], outs[1])
     assert relative(outs[2], wanted) < 2.5e-3
 
 
+@CACHES
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(
     ("heads", "head_dim", "length", "tokens"),
@@ -89,28 +115,31 @@ def test_prefill_agrees(
     length: int,
     tokens: int,
     dtype: torch.dtype,
+    int8: bool,
 ) -> None:
-    q, keys, values, positions = cache_and_queries(device, dtype, tokens, heads, head_dim, length)
-    out = attention_prefill(q, keys, values, positions)
-    wanted = attention_reference(q.float(), keys.float(), values.float(), positions)
+    q, keys, values, positions, scales = cache_and_queries(device, dtype, tokens, heads, head_dim, length, int8)
+    out = attention_prefill(q, keys, values, positions, scales=scales)
+    wanted = attention_reference(q.float(), keys, values, positions, scales=scales)
     assert out.dtype == torch.float32
     assert relative(out, wanted) < BOUNDS[dtype]
-    rounded = attention_prefill(q, keys, values, positions, dtype=torch.bfloat16)
+    rounded = attention_prefill(q, keys, values, positions, scales=scales, dtype=torch.bfloat16)
     assert torch.equal(rounded, out.bfloat16())
 
 
+@CACHES
 @pytest.mark.gpu
 @pytest.mark.parametrize(("length", "tokens"), [(2048, 2048), (5000, 1111), (32_768, 256)])
 @pytest.mark.parametrize(("heads", "head_dim"), [((40, 8), 128), ((32, 8), 128), ((9, 3), 64)])
 def test_prefill_agrees_at_real_sizes(
-    card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, length: int, tokens: int
+    card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, length: int, tokens: int, int8: bool
 ) -> None:
-    q, keys, values, positions = cache_and_queries(card, torch.bfloat16, tokens, heads, head_dim, length)
-    out = attention_prefill(q, keys, values, positions)
-    assert relative(out, attention_reference(q.float(), keys, values, positions)) < 2.5e-3
-    assert torch.equal(out, attention_prefill(q, keys, values, positions))
+    q, keys, values, positions, scales = cache_and_queries(card, torch.bfloat16, tokens, heads, head_dim, length, int8)
+    out = attention_prefill(q, keys, values, positions, scales=scales)
+    assert relative(out, attention_reference(q.float(), keys, values, positions, scales=scales)) < 2.5e-3
+    assert torch.equal(out, attention_prefill(q, keys, values, positions, scales=scales))
 
 
+@CACHES
 @pytest.mark.parametrize("gate_dtype", BOUNDS)
 @pytest.mark.parametrize(("heads", "head_dim", "length", "tokens"), [((6, 1), 256, 70, 33), ((4, 2), 64, 40, 1)])
 def test_gate(
@@ -121,38 +150,45 @@ def test_gate(
     length: int,
     tokens: int,
     gate_dtype: torch.dtype,
+    int8: bool,
 ) -> None:
     """The gate is the last columns of a wider product; 1e5 and -1e5 are open and shut."""
-    q, keys, values, positions = cache_and_queries(device, torch.float32, tokens, heads, head_dim, length)
+    q, keys, values, positions, scales = cache_and_queries(device, torch.float32, tokens, heads, head_dim, length, int8)
     size = heads[0] * head_dim
     gate = (torch.randn(tokens, size + 24, device=device) * 3).to(gate_dtype)[:, 24:]
     gate[:, :2] = torch.tensor([1e5, -1e5])
-    wanted = attention_reference(q, keys, values, positions) / (1 + torch.exp(-gate.float()))
-    assert relative(attention_reference(q, keys, values, positions, gate=gate), wanted) < 1e-6
-    assert relative(attention_prefill(q, keys, values, positions, gate=gate), wanted) < 1e-6
+    wanted = attention_reference(q, keys, values, positions, scales=scales) / (1 + torch.exp(-gate.float()))
+    assert relative(attention_reference(q, keys, values, positions, scales=scales, gate=gate), wanted) < 1e-6
+    assert relative(attention_prefill(q, keys, values, positions, scales=scales, gate=gate), wanted) < 1e-6
     if tokens == 1:
-        assert relative(attention_decode(q, keys, values, positions, splits=3, gate=gate), wanted) < 1e-6
+        assert relative(attention_decode(q, keys, values, positions, scales=scales, splits=3, gate=gate), wanted) < 1e-6
 
 
+@CACHES
 @pytest.mark.gpu
 @pytest.mark.parametrize(("length", "tokens"), [(9000, 1), (8192, 8192), (5000, 1111)])
-def test_gate_at_real_sizes(card: torch.device, relative: Relative, length: int, tokens: int) -> None:
+def test_gate_at_real_sizes(card: torch.device, relative: Relative, length: int, tokens: int, int8: bool) -> None:
     """Qwen3.5-27B: 24 query heads, 4 KV heads, head_dim 256."""
-    q, keys, values, positions = cache_and_queries(card, torch.bfloat16, tokens, (24, 4), 256, length)
+    q, keys, values, positions, scales = cache_and_queries(card, torch.bfloat16, tokens, (24, 4), 256, length, int8)
     gate = torch.randn(tokens, 2 * 24 * 256, device=card)[:, 24 * 256 :]
-    wanted = attention_reference(q.float(), keys, values, positions, gate=gate)
-    assert relative(attention_prefill(q, keys, values, positions, gate=gate), wanted) < 2.5e-3
+    wanted = attention_reference(q.float(), keys, values, positions, scales=scales, gate=gate)
+    assert relative(attention_prefill(q, keys, values, positions, scales=scales, gate=gate), wanted) < 2.5e-3
     if tokens == 1:
-        assert relative(attention_decode(q, keys, values, positions, splits=33, gate=gate), wanted) < 2.5e-3
+        out = attention_decode(q, keys, values, positions, scales=scales, splits=33, gate=gate)
+        assert relative(out, wanted) < 2.5e-3
 
 
-def test_large_scores_do_not_overflow(device: torch.device, relative: Relative) -> None:
+@CACHES
+def test_large_scores_do_not_overflow(device: torch.device, relative: Relative, int8: bool) -> None:
     """Keys of 1e5 make one token win everything."""
-    q, keys, values, positions = cache_and_queries(device, torch.bfloat16, 1, (4, 2), 64, 100)
-    keys[:, :100] *= 1e5
-    wanted = attention_reference(q.float(), keys.float(), values.float(), positions)
-    assert relative(attention_decode(q, keys, values, positions, splits=2), wanted) < 2.5e-3
-    assert relative(attention_prefill(q, keys, values, positions), wanted) < 2.5e-3
+    q, keys, values, positions, scales = cache_and_queries(device, torch.bfloat16, 1, (4, 2), 64, 100, int8)
+    if int8:
+        scales[0].mul_(1e5)
+    else:
+        keys[:, :100] *= 1e5
+    wanted = attention_reference(q.float(), keys, values, positions, scales=scales)
+    assert relative(attention_decode(q, keys, values, positions, scales=scales, splits=2), wanted) < 2.5e-3
+    assert relative(attention_prefill(q, keys, values, positions, scales=scales), wanted) < 2.5e-3
 
 
 def test_refusals() -> None:
@@ -169,5 +205,14 @@ def test_refusals() -> None:
         attention_decode(q[:, :3].contiguous(), keys, keys, positions, splits=1)
     with pytest.raises(ValueError, match="got 4 query heads, 2 KV heads, head_dim 48"):
         attention_decode(torch.zeros(1, 4, 48), torch.zeros(2, 9, 48), torch.zeros(2, 9, 48), positions, splits=1)
+    codes, scales = keys.to(torch.int8), torch.zeros(2, 9)
+    with pytest.raises(ValueError, match="attention_decode: keys: got int8"):
+        attention_decode(q, codes, codes, positions, splits=1)
+    with pytest.raises(ValueError, match=r"attention_prefill: keys: got float32 .* wanted contiguous int8"):
+        attention_prefill(q, keys, keys, positions, scales=(scales, scales))
+    with pytest.raises(ValueError, match="attention_decode: got 1 tensors of scales"):
+        attention_decode(q, codes, codes, positions, splits=1, scales=(scales,))
+    with pytest.raises(ValueError, match=r"attention_prefill: scales: got float32 \[2, 8\], wanted .* \[2, 9\]"):
+        attention_prefill(q, codes, codes, positions, scales=(scales, torch.zeros(2, 8)))
     with pytest.raises(ValueError, match=r"attention_prefill: got dtype torch\.float16"):
         attention_prefill(q, keys, keys, positions, dtype=torch.float16)

@@ -10,7 +10,7 @@ from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.kernels.int8_embedding import int8_embedding_reference
 from localchat.kernels.int8_matmul import int8_matmul_reference
 from localchat.kernels.rms_norm import rms_norm_reference
-from localchat.kernels.rope_kv_write import rope_kv_write_reference
+from localchat.kernels.rope_kv_write import quantize_rows, rope_kv_write_reference
 from localchat.kernels.swiglu import swiglu_reference
 
 
@@ -74,6 +74,32 @@ def test_attention_is_causal_over_prefix_and_chunk(tokens: int, start: int, q_he
     assert relative(attention_reference(q, keys, values, positions), wanted) < 1e-6
 
 
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_attention_over_int8_is_that_over_the_rows_it_stands_for(tokens: int) -> None:
+    q, gate, positions = torch.randn(tokens, 6, 16), torch.randn(tokens, 96), torch.arange(40 - tokens, 40)
+    codes, scales = torch.randint(-127, 128, (2, 2, 45, 16)).to(torch.int8), torch.rand(2, 2, 45) / 50
+    codes[:, :, 40:], scales[:, :, 40:] = 127, float("nan")
+    rows = codes * scales[..., None]
+    wanted = attention_reference(q, *rows, positions, gate=gate)
+    assert relative(attention_reference(q, *codes, positions, gate=gate, scales=tuple(scales)), wanted) < 1e-6
+
+
+def test_rows_are_quantised_to_within_half_a_step() -> None:
+    """Of every size; halves to even; a row of zeros stays so; and what attention makes of random rows."""
+    x = torch.randn(1000, 64) * 10 ** (torch.rand(1000, 1) * 12 - 6)
+    codes, scales = quantize_rows(x)
+    assert codes.dtype == torch.int8 and int(codes.abs().amax(-1).min()) == int(codes.abs().max()) == 127
+    assert float(((codes * scales[:, None] - x).abs() / scales[:, None]).max()) < 0.5001
+    assert quantize_rows(torch.tensor([[0.5, -1.5, 2.5, 127.0]]))[0].tolist() == [[0, -2, 2, 127]]
+    assert [part.tolist() for part in quantize_rows(torch.zeros(1, 3))] == [[[0, 0, 0]], [0.0]]
+    q, keys, values, positions = torch.randn(9, 6, 64), *torch.randn(2, 2, 300, 64), torch.arange(291, 300)
+    (key_codes, key_scales), (value_codes, value_scales) = quantize_rows(keys), quantize_rows(values)
+    out = attention_reference(q, key_codes, value_codes, positions, scales=(key_scales, value_scales))
+    error = relative(out, attention_reference(q, keys, values, positions))
+    # A step is 2.5 / 127 of a row's standard deviation at D = 64, its error 0.29 of that; keys' and values' add up.
+    assert 0.004 < error < 0.012
+
+
 def test_attention_in_query_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     q, keys, values = torch.randn(37, 6, 16), torch.randn(2, 40, 16), torch.randn(2, 40, 16)
     whole = attention_reference(q, keys, values, torch.arange(3, 40))
@@ -107,3 +133,14 @@ def test_rope_rotates_pairs_and_writes_only_its_rows(normed: bool, turning: int)
     untouched = [0, 1, 2, 3, 7, 8, 9]
     assert bool(keys[:, untouched].isnan().all())
     assert bool(values[:, untouched].isnan().all())
+
+    codes, scales = (
+        torch.full((2, kv_heads, 10, dim), 99, dtype=torch.int8),
+        torch.full((2, kv_heads, 10), float("nan")),
+    )
+    same_q = rope_kv_write_reference(qkv, q_norm, k_norm, 1e-6, cos, sin, positions, *codes, scales=tuple(scales))
+    assert torch.equal(same_q, q)
+    for row, code, scale in zip((keys, values), codes, scales, strict=True):
+        wanted_code, wanted_scale = quantize_rows(row[:, 4:7])
+        assert torch.equal(code[:, 4:7], wanted_code) and torch.equal(scale[:, 4:7], wanted_scale)
+        assert bool((code[:, untouched] == 99).all() and scale[:, untouched].isnan().all())

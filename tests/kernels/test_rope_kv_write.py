@@ -65,6 +65,56 @@ def test_partial_rotation_of_a_wider_product(
         assert relative(out, wanted) < 1e-6
 
 
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(3, 1, 64), (4, 2, 24), (2, 2, 128), (6, 1, 256)])
+def test_int8_agrees(
+    device: torch.device,
+    relative: Relative,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norm: bool,
+    q_dtype: torch.dtype,
+) -> None:
+    """Rows of several sizes, one of zeros; a code may be the next one where a row's value is a tie but for rounding."""
+    tokens, capacity = 40, 49
+    positions = torch.arange(5, 5 + tokens, device=device)
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim, device=device)
+    qkv *= 10 ** (torch.rand(tokens, 1, device=device) * 6 - 3)
+    qkv[7] = 0
+    norms = torch.randn(2, head_dim, device=device) if norm else (None, None)
+    inv_freq = 1e4 ** (-torch.arange(head_dim // 2, device=device) * 2 / head_dim)
+    table = rotary_table_reference(positions, inv_freq, 1.0)
+    caches = [torch.full((kv_heads, capacity, head_dim), 99, dtype=torch.int8, device=device) for _ in range(4)]
+    scales = [torch.full((kv_heads, capacity), -1.0, device=device) for _ in range(4)]
+    q = rope_kv_write(qkv, *norms, 1e-6, *table, positions, *caches[:2], scales=scales[:2], q_dtype=q_dtype)
+    wanted_q = rope_kv_write_reference(qkv, *norms, 1e-6, *table, positions, *caches[2:], scales=scales[2:])
+    assert q.dtype == q_dtype
+    assert relative(q, wanted_q) < (1e-6 if q_dtype == torch.float32 else 2.5e-3)
+    for codes, wanted in zip(caches[:2], caches[2:], strict=True):
+        off = (codes.int() - wanted.int()).abs()
+        assert int(off.max()) <= 1 and float(off.float().mean()) < 1e-3
+        assert bool((codes[:, 12] == 0).all())  # the row of zeros
+        assert bool((codes[:, :5] == 99).all() and (codes[:, 45:] == 99).all())  # nothing else is touched
+    for scale, wanted in zip(scales[:2], scales[2:], strict=True):
+        assert relative(scale[:, 5:45], wanted[:, 5:45]) < 1e-6
+        assert bool((scale[:, :5] == -1).all() and (scale[:, 45:] == -1).all())
+
+
+@pytest.mark.gpu
+def test_an_int8_cache_behind_two_to_the_31(card: torch.device) -> None:
+    capacity = 140_000
+    codes = torch.zeros(2, 128, capacity, 128, device=card, dtype=torch.int8)
+    scales = torch.zeros(2, 128, capacity, device=card)
+    positions = torch.tensor([capacity - 1], device=card)
+    cos, sin = torch.ones(1, 128, device=card), torch.zeros(1, 128, device=card)
+    qkv = torch.randn(1, 3 * 128 * 128, device=card)
+    rope_kv_write(qkv, None, None, 0.0, cos, sin, positions, *codes, scales=tuple(scales))
+    rows = (codes[:, :, -1] * scales[:, :, -1, None]).flatten()
+    assert float((rows - qkv[0, 128 * 128 :]).abs().max()) < 0.03
+
+
 @pytest.mark.gpu
 def test_a_cache_behind_two_to_the_31(card: torch.device) -> None:
     capacity = 140_000
@@ -90,3 +140,13 @@ def test_refusals() -> None:
         rope_kv_write(torch.zeros(1, 96), None, None, 0.0, wide, wide, positions, keys, keys)
     with pytest.raises(ValueError, match="rope_kv_write: values: got bfloat16"):
         rope_kv_write(torch.zeros(1, 96), None, None, 0.0, table, table, positions, keys, keys.bfloat16())
+    arguments = (torch.zeros(1, 96), None, None, 0.0, table, table, positions)
+    codes, scales = keys.to(torch.int8), torch.zeros(2, 9)
+    with pytest.raises(ValueError, match="rope_kv_write: keys: got int8"):
+        rope_kv_write(*arguments, codes, codes)
+    with pytest.raises(ValueError, match=r"rope_kv_write: keys: got float32 .* wanted contiguous int8"):
+        rope_kv_write(*arguments, keys, keys, scales=(scales, scales))
+    with pytest.raises(ValueError, match=r"rope_kv_write: got 1 tensors of scales, q_dtype torch\.bfloat16"):
+        rope_kv_write(*arguments, codes, codes, scales=(scales,))
+    with pytest.raises(ValueError, match=r"rope_kv_write: scales: got float32 \[2, 8\], wanted .* \[2, 9\]"):
+        rope_kv_write(*arguments, codes, codes, scales=(scales, torch.zeros(2, 8)))

@@ -95,3 +95,29 @@ def test_words_that_look_like_a_file_and_are_none(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.txt").write_text("x")
     message = 'see @a.txt, @b.txt, @folder and @"my notes.txt"; ask @anna, use @dataclass(frozen=True) and @/dev/null'
     assert attachments.missed(message) == ["b.txt", "folder", "my notes.txt", "/dev/null"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "given_back"),
+    [
+        ("@a.txt /read b c.txt ", "b c.txt", '@a.txt @"b c.txt"'),
+        ("compare it to\n/read a.txt", "a.txt", "compare it to\n@a.txt"),
+        ('@a.txt @"b c.txt" /read absent', "absent", '@a.txt @"b c.txt" @absent'),
+    ],
+)
+def test_a_command_inside_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, name: str, given_back: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("a.txt", "b c.txt"):
+        (tmp_path / file).write_text("x")
+    assert attachments.read_inside(typed) == (name, given_back)
+
+
+@pytest.mark.parametrize(
+    "text", ["what does /read absent do?", "use /read", "/read a.txt", "see x/read a.txt", "/read a.txt\nand so on", ""]
+)
+def test_a_message_that_speaks_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("x")
+    assert attachments.read_inside(text) is None

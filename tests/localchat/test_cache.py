@@ -32,6 +32,23 @@ def test_memory_is_what_the_shapes_say(cache: KVCache) -> None:
     assert cache.layer(2)[0].shape == (2, 20, 8)
 
 
+def test_int8_rows_have_a_scale_for_each_token_and_head() -> None:
+    cache = KVCache(CONFIG, 20, dtype=torch.bfloat16, device=torch.device("cpu"), int8=True)
+    assert cache.nbytes == cache.kv_nbytes == 2 * 3 * 2 * 20 * (8 + 4)
+    assert [(part.shape, part.dtype) for part in cache.layer(2)] == [
+        ((2, 20, 8), torch.int8),
+        ((2, 20, 8), torch.int8),
+        ((2, 20), torch.float32),
+        ((2, 20), torch.float32),
+    ]
+    for i in range(3):
+        for j, part in enumerate(cache.layer(i)):
+            part.fill_(10 * i + j)
+    assert all(
+        int(part.min()) == int(part.max()) == 10 * i + j for i in range(3) for j, part in enumerate(cache.layer(i))
+    )
+
+
 def test_length_moves_by_append_and_truncate(cache: KVCache) -> None:
     cache.append(20)
     cache.truncate(7)

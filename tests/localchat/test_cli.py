@@ -318,7 +318,7 @@ def test_what_changes_nothing_is_said(command: Command, scripted: Scripted, tmp_
     assert done.stdout == b"abc\n"
     assert done.stderr.decode().splitlines() == [
         "localchat: --think=low is --think here: this model's chat template knows no efforts",
-        "localchat: --kv-cache bf16 is for cards: a processor keeps keys and values in fp32",
+        "localchat: --kv-cache bf16 is for cards: a processor keeps keys and values in fp32, or as INT8",
     ]
     folder = Path(shutil.copytree(scripted("abc"), tmp_path / "plain"))
     config = json.loads((folder / "tokenizer_config.json").read_text())

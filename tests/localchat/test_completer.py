@@ -33,6 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("/show m", ["/show memory"]),
         ("/set temp", ["/set temperature", "/set temp"]),
         ("/set parameter se", ["/set parameter seed"]),
+        ("/set kv", ["/set kv_cache"]),
+        ("/set kv_cache i", ["/set kv_cache int8"]),
         ("/model smol", ["/model smollm2-135m", "/model smollm2-360m", "/model smollm2-1.7b"]),
         ("hello /s", []),
         ("/set temp 1", []),

@@ -90,8 +90,9 @@ def test_generation_ends_when_the_cache_is_full(model: Model) -> None:
     assert len(engine.ids) == 10
 
 
-def test_rewinding_and_going_on_is_as_if_nothing_had_happened(model: Model) -> None:
-    engine = Engine(model, 100)
+@pytest.mark.parametrize("int8_kv", [False, True])
+def test_rewinding_and_going_on_is_as_if_nothing_had_happened(model: Model, int8_kv: bool) -> None:
+    engine = Engine(model, 100, int8_kv=int8_kv)
     prefill(engine, [5, 6, 7, 8])
     wanted = list(engine.generate(GREEDY, (), 8))
     assert engine.rewind(2) == 2
@@ -207,7 +208,7 @@ class Recurrent:
 
     def state(self) -> list[torch.Tensor]:
         cache = self.engine.cache
-        rows = [cache.keys[:, :, : cache.length], cache.values[:, :, : cache.length]]
+        rows = [rows[:, :, : cache.length] for rows in cache.rows]
         return [tensor.clone() for tensor in (*cache.recurrent, *rows)]
 
 
@@ -220,8 +221,11 @@ def identical(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_prefill_stops_at_a_boundary_and_rewind_returns_there(recurrent: Recurrent) -> None:
+@pytest.mark.parametrize("int8_kv", [False, True])
+def test_prefill_stops_at_a_boundary_and_rewind_returns_there(hybrid: Any, int8_kv: bool) -> None:
+    recurrent = Recurrent(hybrid, int8_kv=int8_kv)
     engine = recurrent.engine
+    assert engine.cache.int8 == int8_kv
     assert recurrent.prefill(0, 100, snapshot_at=50) == [32, 50, 82, 100]
     assert engine.snapshots.lengths == [50]
     state, wanted = recurrent.state(), list(engine.generate(GREEDY, (), 30))

@@ -20,6 +20,7 @@ from localchat.synthetic import synthetic_model
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")]
 GREEDY = Sampling(temperature=0.0)
 PROMPT = list(range(5, 90))
+INT8_OR_NOT = pytest.mark.parametrize("int8_kv", [False, True], ids=["bf16", "int8"])
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,9 @@ def reply(engine: Engine, prompt: list[int], sampling: Sampling, tokens: int = 4
     return list(engine.generate(sampling, (), tokens))
 
 
-def test_only_triton_kernels_run_in_a_step(model: Model) -> None:
-    engine = Engine(model, 200)
+@INT8_OR_NOT
+def test_only_triton_kernels_run_in_a_step(model: Model, int8_kv: bool) -> None:
+    engine = Engine(model, 200, int8_kv=int8_kv)
     reply(engine, PROMPT, GREEDY)
     if engine._graph is None or engine._graph._graph is None:
         raise AssertionError("no graph was captured")
@@ -50,8 +52,9 @@ def test_only_triton_kernels_run_in_a_step(model: Model) -> None:
     assert len(names) > 30 * 5
 
 
-def test_the_graph_gives_what_separate_launches_give(model: Model) -> None:
-    engine, plain = Engine(model, 200), Engine(model, 200)
+@INT8_OR_NOT
+def test_the_graph_gives_what_separate_launches_give(model: Model, int8_kv: bool) -> None:
+    engine, plain = (Engine(model, 200, int8_kv=int8_kv) for _ in range(2))
     captured = reply(engine, PROMPT, GREEDY)
     for _ in plain.prefill(PROMPT):
         continue
@@ -62,36 +65,35 @@ def test_the_graph_gives_what_separate_launches_give(model: Model) -> None:
     assert captured == ids
 
 
-def test_one_graph_serves_every_prompt_length_and_setting(model: Model) -> None:
-    engine = Engine(model, 200)
+@INT8_OR_NOT
+def test_one_graph_serves_every_prompt_length_and_setting(model: Model, int8_kv: bool) -> None:
+    engine = Engine(model, 200, int8_kv=int8_kv)
     reply(engine, PROMPT, GREEDY)
     graph = engine._graph and engine._graph._graph
     cases = ((PROMPT[:3], GREEDY), (PROMPT, Sampling(seed=3, top_k=20)), (PROMPT[:50], Sampling(seed=4)))
     for prompt, sampling in cases:
         first = reply(engine, prompt, sampling)
         assert first == reply(engine, prompt, sampling)  # bit-identical, whatever ran before
-        assert first == reply(Engine(model, 200), prompt, sampling)
+        assert first == reply(Engine(model, 200, int8_kv=int8_kv), prompt, sampling)
     assert engine._graph and engine._graph._graph is graph
 
 
 @pytest.mark.parametrize("entry", [MODELS["smollm2-135m"], replace(MODELS["qwen3.5-27b"], num_hidden_layers=4)])
-def test_programmatic_dependent_launch_changes_nothing(entry: Entry) -> None:
+@INT8_OR_NOT
+def test_programmatic_dependent_launch_changes_nothing(entry: Entry, int8_kv: bool) -> None:
     """Dense and tied; and a hybrid whose embedding lies in the host's memory."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA card")
     model = synthetic_model(entry, "cuda")
-    engine = Engine(model, 200)
+    engine = Engine(model, 200, int8_kv=int8_kv)
     if not pdl_options(engine._seen)["PDL"]:
         pytest.skip("this card launches plainly")
     overlapped = reply(engine, PROMPT, GREEDY, 100)
     with without_pdl():
-        plain_engine = Engine(model, 200)
+        plain_engine = Engine(model, 200, int8_kv=int8_kv)
         plain = reply(plain_engine, PROMPT, GREEDY, 100)
     assert overlapped == plain
-    for ours, theirs in (
-        (engine.cache.keys, plain_engine.cache.keys),
-        (engine.cache.values, plain_engine.cache.values),
-    ):
+    for ours, theirs in zip(engine.cache.rows, plain_engine.cache.rows, strict=True):
         assert torch.equal(ours[:, :, :184], theirs[:, :, :184])  # every hidden state went into these
     assert all(torch.equal(a, b) for a, b in zip(engine.cache.recurrent, plain_engine.cache.recurrent, strict=True))
 
@@ -112,11 +114,12 @@ def test_running_out_of_memory_ends_the_turn_only(model: Model) -> None:
     assert reply(engine, PROMPT, GREEDY, 10) == wanted
 
 
-def test_a_recurrent_state_survives_the_capture_and_comes_back_from_host_memory() -> None:
+@INT8_OR_NOT
+def test_a_recurrent_state_survives_the_capture_and_comes_back_from_host_memory(int8_kv: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA card")
     hybrid = synthetic_model(MODELS["qwen3.5-0.8b"], "cuda")
-    engine, plain = Engine(hybrid, 200), Engine(hybrid, 200)
+    engine, plain = (Engine(hybrid, 200, int8_kv=int8_kv) for _ in range(2))
     for each in (engine, plain):
         for _ in each.prefill(PROMPT, snapshot_at=80):
             continue
@@ -135,7 +138,8 @@ def test_a_recurrent_state_survives_the_capture_and_comes_back_from_host_memory(
         assert all(torch.equal(a, b) for a, b in zip(engine.cache.recurrent, states, strict=True))
 
 
-def test_four_layers_of_the_27b_s_shapes_give_the_reference_s_logits() -> None:
+@INT8_OR_NOT
+def test_four_layers_of_the_27b_s_shapes_give_the_reference_s_logits(int8_kv: bool) -> None:
     """Three gated delta nets and one gated attention of real size: prefill in odd chunks, then steps."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA card")
@@ -143,14 +147,15 @@ def test_four_layers_of_the_27b_s_shapes_give_the_reference_s_logits() -> None:
     ours, reference = synthetic_model(entry, "cuda"), synthetic_model(entry, "cuda", ops=ReferenceOps())
     ids = torch.randint(0, entry.vocab_size, (170,), generator=torch.Generator().manual_seed(0)).cuda()
     with torch.inference_mode():
-        got, wanted = (run_in_chunks(model, ids, [101, 120, *range(141, 170)]) for model in (ours, reference))
+        borders = [101, 120, *range(141, 170)]
+        got, wanted = (run_in_chunks(model, ids, borders, int8_kv) for model in (ours, reference))
     error = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert float(error[:101].max()) < 3e-2  # bf16 products
     assert float(error[101:].max()) < 3e-2  # over what they left in the cache and the states
 
 
-def run_in_chunks(model: Model, ids: torch.Tensor, borders: list[int]) -> torch.Tensor:
-    cache = KVCache(model.config, 256, dtype=model.ops.cache_dtype, device=model.device)
+def run_in_chunks(model: Model, ids: torch.Tensor, borders: list[int], int8_kv: bool) -> torch.Tensor:
+    cache = KVCache(model.config, 256, dtype=model.ops.cache_dtype, device=model.device, int8=int8_kv)
     parts = []
     for start, end in pairwise([0, *borders, len(ids)]):
         hidden = model(ids[start:end], torch.arange(start, end, device=ids.device), cache)

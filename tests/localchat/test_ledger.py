@@ -75,6 +75,14 @@ def test_kv_bytes_per_token(alias: str, kibibytes: int) -> None:
     assert kv_bytes_per_token(MODELS[alias].config, "cpu") == 2 * kibibytes * 1024  # fp32 there
 
 
+def test_int8_keys_and_values_have_a_scale_each() -> None:
+    assert kv_bytes_per_token(BIG, "cuda", int8_kv=True) == kv_bytes_per_token(BIG, int8_kv=True) == 16 * 4 * 2 * 260
+    wide, narrow = ledger(BIG, 8192, device="cuda"), ledger(BIG, 8192, device="cuda", int8_kv=True)
+    assert wide.total - narrow.total == 8192 * (65536 - 33280)
+    assert [row.name for row in narrow.rows if row.name.startswith("KV")] == ["KV cache, 8,192 tokens, INT8"]
+    assert narrow.largest_context(narrow.total + 33280) == 8193
+
+
 def test_kv_counts_every_layer_of_an_ordinary_model() -> None:
     assert kv_bytes_per_token(MODELS["qwen3-8b"].config, "cuda") == 2 * 36 * 8 * 128 * 2
     assert state_bytes(MODELS["qwen3-8b"].config, "cuda") == 0
@@ -214,16 +222,19 @@ def test_the_prefill_chunk_is_the_engines() -> None:
     assert {"cpu": CpuOps.prefill_chunk, "cuda": CudaOps.prefill_chunk} == PREFILL_CHUNK
 
 
-def test_the_cache_is_as_large_as_the_ledger_says() -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_cache_is_as_large_as_the_ledger_says(int8: bool) -> None:
     entry = MODELS["smollm2-135m"]
     config = entry.config
-    cache = KVCache(config, 100, dtype=CpuOps.cache_dtype, device=torch.device("cpu"))
-    assert cache.nbytes == 100 * kv_bytes_per_token(entry.config, "cpu")
+    cache = KVCache(config, 100, dtype=CpuOps.cache_dtype, device=torch.device("cpu"), int8=int8)
+    assert cache.nbytes == 100 * kv_bytes_per_token(entry.config, "cpu", int8_kv=int8)
     entry = MODELS["qwen3.5-0.8b"]
     config = entry.config
     for device, dtype in (("cpu", CpuOps.cache_dtype), ("cuda", CudaOps.cache_dtype)):
-        cache = KVCache(config, 100, dtype=dtype, device=torch.device("cpu"))
-        assert cache.nbytes == 100 * kv_bytes_per_token(entry.config, device) + state_bytes(entry.config, device)
+        cache = KVCache(config, 100, dtype=dtype, device=torch.device("cpu"), int8=int8)
+        tokens = 100 * kv_bytes_per_token(entry.config, device, int8_kv=int8)
+        assert cache.nbytes == tokens + state_bytes(entry.config, device)
+        assert cache.kv_nbytes == tokens
 
 
 @pytest.mark.parametrize(

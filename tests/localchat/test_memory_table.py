@@ -71,12 +71,13 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch, encoding
     assert re.search(r"embedding\W+host\W+1\.3 GB", text)
 
 
-def test_what_a_loaded_model_takes(scripted: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("int8_kv", [False, True])
+def test_what_a_loaded_model_takes(scripted: Callable[..., Path], int8_kv: bool) -> None:
     from localchat.checkpoint import load_model
 
     folder = scripted("abc")
-    engine = Engine(load_model(folder), 100)
-    table = ledger_of_folder(folder, 100)
+    engine = Engine(load_model(folder), 100, int8_kv=int8_kv)
+    table = ledger_of_folder(folder, 100, int8_kv=int8_kv)
     found = measure(engine, Memory("cpu", "this machine", 10**10), before=123)
     computed = {row.name.partition(",")[0]: row.nbytes for row in table.rows}
     assert found.rows["INT4 weights"] == computed["INT4 weights"]
@@ -130,7 +131,7 @@ def test_show_says_what_run_would_take(capsys: pytest.CaptureFixture[str], monke
     assert memory["largest_context"] > 100_000
     assert cli.main(["show", "qwen3.5-27b", "--vram", "16"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"KV cache, 3,\d+ tokens +card", text)
+    assert re.search(r"KV cache, 7,\d+ tokens, INT8 +card", text)
     assert re.search(r"^left +\d MB$", text, re.MULTILINE)
     assert "\x1b" not in text
 

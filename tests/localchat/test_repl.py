@@ -46,8 +46,12 @@ def test_files_go_with_a_message_and_their_tokens_are_told_before(chat: Callable
     window = chat("abc", rows=60, columns=200)
     window.send(f"/read {notes}\r")
     window.wait_for(f"{notes}: 5 tokens\n>>> @{notes}")
-    window.send("sum it up\r")
-    screen = window.wait_for(prompts(3))
+    window.send(f"/read {notes}\r")
+    window.wait_for(f"/read is a command where it stands first: inside a message write @{notes}")
+    window.wait_for(lambda text: text.endswith(f">>> @{notes} @{notes}"))
+    window.send(CTRL_C)
+    window.send(f"@{notes} sum it up\r")
+    screen = window.wait_for(lambda text: "abc" in text and at_prompt(text))
     assert re.search(rf">>> @{notes} sum it up\n{notes}: 5 tokens\nabc\n.* tok/s", screen)
     window.send(f"see @{binary}\r")
     window.wait_for(f"{binary} holds 1 NUL bytes in 3, so it is binary or UTF-16.")
@@ -57,6 +61,24 @@ def test_files_go_with_a_message_and_their_tokens_are_told_before(chat: Callable
     window.wait_for(f"{big} has 9,000 tokens and the context holds 8,192.")
     window.send("/edit\r")
     window.wait_for(lambda text: text.endswith(f">>> @{notes} sum it up"))
+
+
+def test_keys_and_values_are_kept_as_int8_from_now_on(chat: Callable[..., Any]) -> None:
+    window = chat("abc", rows=60, columns=160)
+    window.send("one\r")
+    window.wait_for(prompts(2))
+    window.send("/set kv_cache int8\r")
+    assert "context 8,192 in INT8" in window.wait_for(prompts(3))
+    window.send("two\r")
+    window.wait_for(prompts(4))
+    window.send("/show parameters\r")
+    screen = window.wait_for(prompts(5))
+    assert screen.count("\nabc\n") == 2
+    assert re.search(r"\nkv_cache +int8 +/set\n", screen)
+    window.send("/show memory\r")
+    assert "KV cache, 8,192 tokens, INT8" in window.wait_for(prompts(6))
+    window.send("/set kv_cache bf16\r")
+    assert "context 8,192 - " in window.wait_for(prompts(7)).rpartition("/set")[2]
 
 
 def test_copy(chat: Callable[..., Any]) -> None:

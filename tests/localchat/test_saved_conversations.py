@@ -281,6 +281,9 @@ def test_one_answer_in_a_conversation(command: Callable[..., Any], scripted: Scr
     shown = json.loads(command("sessions", "show", "mine", "--json").stdout)
     assert [m["content"] for m in shown["messages"]] == ["hello", "abc", "more", "abc"]
     assert shown["settings"]["system"] == "S"
+    unnamed = command("run", model, "--session", "", "x")
+    assert (unnamed.returncode, unnamed.stdout) == (2, b"")
+    assert b"'' cannot name a conversation: take letters" in unnamed.stderr
     both = command("run", model, "-C", "--session", "mine", "x")
     assert both.returncode == 2
     long = command("run", model, "-C", "-c", "64", "x" * 100)

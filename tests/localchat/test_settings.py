@@ -71,6 +71,7 @@ _SHOWN = ("temperature", "top_p", "min_p", "top_k", "ctx", "presence_penalty", "
         ("color = 'off'", "color", "off"),
         ('system = """Be\nbrief."""', "system", "Be\nbrief."),
         ("kv_cache = 'bf16'", "kv_cache", "bf16"),
+        ("kv-cache = 'int8'", "kv_cache", "int8"),
     ],
 )
 def test_config_values(config: Path, line: str, field: str, value: Any) -> None:

@@ -89,6 +89,7 @@ def test_what_can_be_shown_and_switched(commands: slash.SlashCommands) -> None:
     assert commands.run(" /set verbose") == slash.Verbose(True)
     assert commands.run("/set quiet") == commands.run("/set verbose off") == slash.Verbose(False)
     assert commands.run("/set think off") == "the model is asked not to think"
+    assert commands.run("/set kv_cache int8") == commands.run("/set parameter kv-cache int8") == slash.KeepAs("int8")
 
 
 def test_thinking_is_asked_for_and_shown(commands: slash.SlashCommands, chat: Chat) -> None:
@@ -112,6 +113,8 @@ def test_thinking_is_asked_for_and_shown(commands: slash.SlashCommands, chat: Ch
         ("/set temp", "/set temperature needs a value.", ""),
         ("/set temp 1e9", "temperature is 1000000000.0, it must be", ""),
         ("/set top_k 1.5", "top_k is '1.5', wanted a whole number.", ""),
+        ("/set kv_cache fp8", "kv_cache is 'fp8', wanted bf16 or int8.", ""),
+        ("/set kv_cache", "kv_cache is '', wanted bf16 or int8.", ""),
         ("/set tempp 1", "there is no parameter 'tempp'.", "did you mean temp?"),
         ("/show nothing", "there is nothing called 'nothing' to show.", "info, parameters, system, template, memory"),
     ],
@@ -149,6 +152,9 @@ def test_values_are_listed_with_where_they_are_from(chat: Chat) -> None:
     assert ["top_p", "0.95", "/a^[[1m/config.toml,", "line", "3"] in rows
     assert ["seed", "5", "built-in"] in rows
     assert rows[-2:] == [["ctx", "8192", "flag"], ["vram", "not", "set", "built-in"]]
+    with pytest.raises(UsageError, match="ctx cannot be set in a chat") as caught:
+        commands.run("/set ctx 4096")
+    assert caught.value.hint == "leave it and go on with -C --ctx VALUE."
     commands.run("/set nothink")
     assert chat.template_variables == {"enable_thinking": False}
     assert ["think", "off", "/set"] in [line.split() for line in str(commands.run("/set")).splitlines()]
