@@ -48,7 +48,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_tensor(make_hf: Make, weights_of: Make, config_of: Make, tmp_path: Path, arch: str, dtype: Any) -> None:
-    """Fused in the order q, k, v, gate and up row by row; matrices close; everything else equal and of the source's dtype."""
+    """q, k, v fused in order, gate and up row by row; matrices close; the rest equal and of the source's dtype."""
     weights = weights_of(config_of(arch), dtype)
     packed(make_hf(arch, dtype), tmp_path / "out")
     with open_shards(tmp_path / "out") as shards:
