@@ -30,6 +30,7 @@ from localchat.kernels.activations import sigmoid
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+from localchat.kernels.scaled_half import in_units
 
 # Scores held at once, in fp32 elements (256 MB): queries are taken in blocks so that memory does not grow with T * S.
 _MAX_SCORES = 64 * 1024 * 1024
@@ -209,6 +210,7 @@ def _attention_combine_kernel(
     out_ptr,
     splits,
     GATED: tl.constexpr,
+    UNITS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
@@ -236,6 +238,8 @@ def _attention_combine_kernel(
     out = acc / l
     if GATED:
         out = out * sigmoid(tl.load(gate_ptr + head * D + d).to(tl.float32))
+    if UNITS:
+        out = in_units(out)
     tl.store(out_ptr + head * D + d, out)
 
 
@@ -248,8 +252,11 @@ def attention_decode(
     splits: int,
     gate: Tensor | None = None,
     scales: Sequence[Tensor] = (),
+    units: bool = False,
 ) -> Tensor:
     """q [1, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [1] -> fp32 [1, Hq * D].
+
+    units: fp16 and divided by UNIT instead (kernels/scaled_half.py), as the product behind it takes it.
 
     gate [1, Hq * D] in any float dtype. scales: fp32 [Hkv, S] of keys and of values, which are INT8 then.
 
@@ -265,7 +272,7 @@ def attention_decode(
     block_n, warps = decode_blocks(head_dim, _operand_size(q, keys))
     parts = torch.empty(q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(q_heads, splits, 2, dtype=torch.float32, device=q.device)
-    out = torch.empty(1, q_heads * head_dim, dtype=torch.float32, device=q.device)
+    out = torch.empty(1, q_heads * head_dim, dtype=torch.float16 if units else torch.float32, device=q.device)
     _attention_decode_kernel[(kv_heads, splits)](
         q,
         keys,
@@ -290,6 +297,7 @@ def attention_decode(
     _attention_combine_kernel[(q_heads,)](
         *(parts, stats, gate, out, splits),
         GATED=gate is not None,
+        UNITS=units,
         D=head_dim,
         BLOCK_S=block_s,
         num_warps=4,

@@ -27,6 +27,7 @@ from localchat.kernels.activations import sigmoid, silu, softplus
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+from localchat.kernels.scaled_half import in_units
 
 L2_EPS = 1e-6
 CHUNK = 64  # tokens that a prefill takes at once
@@ -181,6 +182,7 @@ def _decode_kernel(
     eps,
     L2_EPS: tl.constexpr,
     REPEATS: tl.constexpr,
+    UNITS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     PDL: tl.constexpr,
@@ -215,7 +217,10 @@ def _decode_kernel(
 
     gate = silu(tl.load(qkvz_ptr + v_channel + heads * DV).to(tl.float32))
     rms = 1.0 / tl.sqrt_rn(tl.sum(out * out, 0) / DV + eps)
-    tl.store(out_ptr + head * DV + j, out * rms * tl.load(norm_ptr + j).to(tl.float32) * gate)
+    out = out * rms * tl.load(norm_ptr + j).to(tl.float32) * gate
+    if UNITS:
+        out = in_units(out)
+    tl.store(out_ptr + head * DV + j, out)
 
     # The past moves on. v's is this program's own; q's and k's is read by the programs of all value heads of the key
     # head, so the last of them to have read it writes it.
@@ -239,8 +244,11 @@ def gated_delta_net_decode(
     state: Tensor,
     *,
     arrivals: Tensor,
+    units: bool = False,
 ) -> Tensor:
     """One token: qkvz [1, C + V], ba [1, 2 nv] -> fp32 [1, V]; both states move on in place.
+
+    units: fp16 and divided by UNIT instead (kernels/scaled_half.py), as the product behind it takes it.
 
     arrivals int32, at least one per key head: zeros that the launch needs and leaves as zeros. Launches of one stream
     share it. The result depends on the inputs alone, bit for bit. Between two calls on one state lies a plain launch
@@ -258,7 +266,7 @@ def gated_delta_net_decode(
     if arrivals.shape[0] < key_heads:
         raise ValueError(f"gated_delta_net_decode: got {arrivals.shape[0]} arrivals, wanted one per key head")
     value_heads, key_dim, value_dim = state.shape
-    out = torch.empty(1, value_heads * value_dim, dtype=torch.float32, device=qkvz.device)
+    out = torch.empty(1, value_heads * value_dim, dtype=torch.float16 if units else torch.float32, device=qkvz.device)
     _decode_kernel[(value_heads,)](
         qkvz,
         ba,
@@ -274,6 +282,7 @@ def gated_delta_net_decode(
         eps,
         L2_EPS=L2_EPS,
         REPEATS=repeats,
+        UNITS=units,
         DK=key_dim,
         DV=value_dim,
         num_warps=decode_warps(key_dim, value_dim),

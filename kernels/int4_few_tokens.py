@@ -20,10 +20,12 @@ they are used, to save registers, which leaves the memory idle; it does not move
 the next kernel start, which does nothing when it is repeated. So that one stands behind each batch.
 """
 
+from localchat.kernels.activations import silu
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import tile_offset
 from localchat.kernels.int4_fragments import add_scaled, raw_product, sums_of_x
 from localchat.kernels.pdl import let_next_start, wait_for_previous
+from localchat.kernels.scaled_half import in_units, row_factors
 
 FEW_TOKENS = 8
 
@@ -120,7 +122,7 @@ def _fetch(
         up = _words(w_ptr, block, tile, words_k, 0, WHOLE, EVEN, USE_PTX, PARTS)
         low = _words(w_ptr, block, tile, words_k, 8, WHOLE, EVEN, USE_PTX, PARTS)
         s = _scales(s_ptr, m_ptr, block, first, words_k, 0, G8, HAS_MIN, RAW, WIDE, EVEN, USE_PTX, PARTS)
-        fetched = fetched + ((up, low, s),)  # noqa: RUF005 -- Triton knows no other way
+        fetched = fetched + ((up, low, s),)  # type: ignore[assignment] # noqa: RUF005 -- the one way that Triton knows
     return fetched
 
 
@@ -235,9 +237,17 @@ def int4_few_tokens_kernel(
     bias_ptr,
     res_ptr,
     y_ptr,
+    gain_ptr,
+    half_ptr,
+    squares_ptr,
     T,
     N,
     K32,  # K / 32
+    parts,
+    eps,
+    SQUARES: tl.constexpr,  # parts, eps, this: see row_factors
+    SWIGLU: tl.constexpr,
+    NORM: tl.constexpr,
     G8: tl.constexpr,  # words a group
     HAS_MIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -254,7 +264,11 @@ def int4_few_tokens_kernel(
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t, n] = row_scale[t] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for 16 rows and T <= 8."""
+    """y[t, n] = row_scale[t] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for 16 rows and T <= 8.
+
+    SWIGLU: y is silu of the even rows times the odd ones, in units of fp16. NORM: besides y, y * gain in units of fp16
+    and the sums of its squares, for the product behind the next norm.
+    """
     let_next_start(PDL)
     words_k = K32 * 4
     block = tl.program_id(0)
@@ -264,6 +278,8 @@ def int4_few_tokens_kernel(
     FIRST: tl.constexpr = BATCH if BATCH < COUNT else COUNT
     fetched = _fetch(w_ptr, s_ptr, m_ptr, block, 0, words_k, FIRST, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS)
     wait_for_previous(PDL)
+    tokens = tl.arange(0, TOKENS)
+    factor = row_factors(row_scale_ptr, tokens, T, parts, words_k * 8, eps, SQUARES)
     acc = _steps(
         acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, 0, steps, T, words_k, COUNT, FIRST,
         G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
@@ -286,12 +302,21 @@ def int4_few_tokens_kernel(
             acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, steps - REST, steps, T, words_k, REST, LAST,
             G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
         )  # fmt: skip
-    n, token = block * 16 + tl.arange(0, 16)[:, None], tl.arange(0, TOKENS)[None, :]
+    n, token = block * 16 + tl.arange(0, 16)[:, None], tokens[None, :]
     mask = (token < T) & (n < N)
-    y = _rows(acc, PARTS, TOKENS) * tl.load(row_scale_ptr + token, mask=token < T, other=0)
+    y = _rows(acc, PARTS, TOKENS) * factor[None, :]
     at = token * N + n
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)
     if HAS_RES:
         y += tl.load(res_ptr + at, mask=mask, other=0).to(tl.float32)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if SWIGLU:
+        gate, up = tl.split(tl.permute(tl.reshape(y, [8, 2, TOKENS]), (0, 2, 1)))
+        row = block * 8 + tl.arange(0, 8)[:, None]
+        tl.store(y_ptr + token * (N // 2) + row, in_units(silu(gate) * up), mask=(token < T) & (2 * row < N))
+    else:
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if NORM:
+        tl.store(half_ptr + at, in_units(y * tl.load(gain_ptr + n, mask=n < N, other=0).to(tl.float32)), mask=mask)
+        squares = tl.sum(tl.where(mask, y * y, 0.0), 0)
+        tl.store(squares_ptr + tokens * tl.num_programs(0) + block, squares, mask=tokens < T)

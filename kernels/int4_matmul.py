@@ -22,6 +22,7 @@ from localchat.kernels.int4_address import scale_offset, word_offset
 from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
 from localchat.kernels.int4_packing import GROUP_SIZES, TILE_ROWS, dequantize, padded_rows, unpack_scales
 from localchat.kernels.pdl import pdl_options
+from localchat.kernels.scaled_half import Squares, factor_options
 
 
 class Fragments(NamedTuple):
@@ -160,7 +161,7 @@ def _dequantize_int4_kernel(
 
 def int4_matmul(
     x: Tensor,
-    row_scale: Tensor,
+    row_scale: Tensor | Squares,
     qweight: Tensor,
     scales: Tensor,
     mins: Tensor | None = None,
@@ -172,11 +173,15 @@ def int4_matmul(
     dtype: torch.dtype = torch.float32,
     settings: Fragments | None = None,
     use_ptx: bool | None = None,
+    swiglu: bool = False,
+    behind: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """x fp16 [T, K] with row_scale fp32 [T] (scaled half) -> y [T, N] in `dtype`.
 
-    bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
+    bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has. With `Squares`
+    instead of row scales up to 8 tokens.
 
+    swiglu, behind: see `int4_matmul_swiglu` and `int4_matmul_norm`.
     settings: of the kernel for up to 8 tokens; None: `settings_for`. use_ptx: that kernel's inline PTX or its plain
     twin; None: PTX on CUDA, where the interpreter has none.
 
@@ -210,13 +215,17 @@ def int4_matmul(
     }
     if tokens <= FEW_TOKENS:
         launch = few_tokens_options(tokens, k, group_size, scales.dtype, settings or settings_for(tokens, n, k))
+        factors, parts, eps, squares = factor_options(row_scale)
+        # What no flag asks for is a tensor that nobody reads or writes.
+        gain, half, sums = (y, y, y) if behind is None else behind
         int4_few_tokens_kernel[(stored // TILE_ROWS,)](
-            x, row_scale, *tensors, y, tokens, n, k // 32,
+            x, factors, *tensors, y, gain, half, sums, tokens, n, k // 32, parts, eps,
+            SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None,
             **flags, **launch, USE_PTX=x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x),
         )  # fmt: skip
         return y
-    if settings is not None:
-        raise ValueError(f"int4_matmul: got {tokens} tokens for {settings}, wanted up to {FEW_TOKENS}")
+    if settings is not None or behind is not None or swiglu or isinstance(row_scale, Squares):
+        raise ValueError(f"int4_matmul: got {tokens} tokens, wanted up to {FEW_TOKENS} for what was asked")
     block_t = gemm_tokens(tokens)
     grid = (triton.cdiv(n, 64), triton.cdiv(tokens, block_t))
     _int4_gemm_kernel[grid](
@@ -224,6 +233,47 @@ def int4_matmul(
         **flags, BLOCK_T=block_t, BLOCK_N=64, WORDS=32, num_warps=GEMM_WARPS, num_stages=3,
     )  # fmt: skip
     return y
+
+
+def int4_matmul_swiglu(
+    x: Tensor,
+    row_scale: Tensor | Squares,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    rows: int | None = None,
+) -> Tensor:
+    """As `int4_matmul`, for up to 8 tokens, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT."""
+    n = qweight.shape[0] if rows is None else rows
+    out = torch.empty(x.shape[0], n // 2, dtype=torch.float16, device=x.device)
+    return int4_matmul(x, row_scale, qweight, scales, mins, bias, rows=rows, out=out, swiglu=True)
+
+
+def int4_matmul_norm(
+    x: Tensor,
+    row_scale: Tensor | Squares,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    eps: float,
+    *,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor, Squares]:
+    """As `int4_matmul`, for up to 8 tokens, and what the product behind an RMSNorm of y takes.
+
+    gain [N] and eps: of that norm. -> y fp32 [T, N]; y * gain / UNIT in fp16 [T, N]; the sums of squares of y.
+    """
+    (tokens, n), blocks = residual.shape, qweight.shape[0] // TILE_ROWS
+    half = torch.empty(tokens, n, dtype=torch.float16, device=x.device)
+    squares = Squares(torch.empty(tokens, blocks, dtype=torch.float32, device=x.device), eps)
+    behind = (gain, half, squares.parts)
+    y = int4_matmul(x, row_scale, qweight, scales, mins, bias, residual, rows=rows, behind=behind)
+    return y, half, squares
 
 
 def few_tokens_options(tokens: int, k: int, group_size: int, dtype: torch.dtype, settings: Fragments) -> dict[str, Any]:

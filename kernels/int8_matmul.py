@@ -11,6 +11,7 @@ from torch import Tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_matmul import GEMM_WARPS, gemm_tokens
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 
 # Rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md.
 GEMV_ROWS, GEMV_K, GEMV_WARPS = 2, 1024, 2
@@ -36,6 +37,9 @@ def _int8_gemv_kernel(
     y_ptr,
     N,
     K,
+    parts,
+    eps,
+    SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -54,7 +58,8 @@ def _int8_gemv_kernel(
         mask = in_range[:, None] & (k < K)[None, :]
         w = tl.load(w_row + k[None, :], mask=mask, other=0, eviction_policy="evict_first")
         acc += w.to(tl.float32) * x[None, :]
-    y = tl.sum(acc, axis=1) * tl.load(s_ptr + n, mask=in_range, other=0) * tl.load(row_scale_ptr)
+    y = tl.sum(acc, axis=1) * tl.load(s_ptr + n, mask=in_range, other=0)
+    y *= tl.sum(row_factors(row_scale_ptr, tl.arange(0, 1), 1, parts, K, eps, SQUARES), 0)
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=in_range, other=0).to(tl.float32)
     if HAS_RES:
@@ -74,6 +79,9 @@ def _int8_gemm_kernel(
     T,
     N,
     K,
+    parts,
+    eps,
+    SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RES: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -90,7 +98,7 @@ def _int8_gemm_kernel(
         x = tl.load(x_row + k[None, :], mask=(t[:, None] < T) & (k < K)[None, :], other=0)
         w = tl.load(w_row + k[:, None], mask=(k < K)[:, None] & (n[None, :] < N), other=0)
         acc = tl.dot(x, w.to(tl.float16), acc)  # codes up to 127 are exact in fp16
-    y = acc * tl.load(row_scale_ptr + t, mask=t < T, other=0)[:, None]
+    y = acc * row_factors(row_scale_ptr, t, T, parts, K, eps, SQUARES)[:, None]
     y *= tl.load(s_ptr + n, mask=n < N, other=0)[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)[None, :]
@@ -110,7 +118,7 @@ def _dequantize_int8_kernel(w_ptr, s_ptr, out_ptr, K, BLOCK_K: tl.constexpr):
 
 def int8_matmul(
     x: Tensor,
-    row_scale: Tensor,
+    row_scale: Tensor | Squares,
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None = None,
@@ -134,10 +142,11 @@ def int8_matmul(
         )
     y = torch.empty(tokens, n, dtype=dtype, device=x.device) if out is None else out
     stored = (weight, scales, scales if bias is None else bias, scales if residual is None else residual)
-    flags = {"HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
+    factors, parts, eps, squares = factor_options(row_scale)
+    flags = {"SQUARES": squares, "HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
     if tokens == 1:
         _int8_gemv_kernel[(triton.cdiv(n, GEMV_ROWS),)](
-            *(x, row_scale, *stored, y, n, k),
+            *(x, factors, *stored, y, n, k, parts, eps),
             **flags,
             ROWS=GEMV_ROWS,
             BLOCK_K=GEMV_K,
@@ -147,7 +156,7 @@ def int8_matmul(
         return y
     block_t = gemm_tokens(tokens)
     _int8_gemm_kernel[(triton.cdiv(n, 64), triton.cdiv(tokens, block_t))](
-        *(x, row_scale, *stored, y, tokens, n, k),
+        *(x, factors, *stored, y, tokens, n, k, parts, eps),
         **flags,
         BLOCK_T=block_t,
         BLOCK_N=64,

@@ -4,9 +4,15 @@ x fp32 or bf16 [T, K]; y fp16 [T, K]; row_scale fp32 [T], so that x = y * row_sc
 by a power of two is exact). s is the smallest power of two that brings the row's largest magnitude down to 512, and 1
 where it is already there. Moves each row in twice (the second time from L2) and out once.
 
-Trained models reach 1e4 and more in front of down_proj, and fp16 ends at 65,504: a chain of 32 products with weights
-codes of at most 8 stays in range only if the inputs are bounded.
+Trained models reach 1e4 and more in front of down_proj, and fp16 ends at 65,504.
+
+Where no program sees the whole row (the end of a product, a head of attention) the divisor is the same for all rows:
+UNIT. That holds 5e5, ends there instead of overflowing, and its steps are at most 5e-7: a row of 1e-3 and more keeps
+more of itself than in bf16. What a norm does to such a row is one factor more, and the product applies it: each program
+that made a part of the row has left the sum of its squares (`Squares`).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +22,24 @@ from localchat.kernels.gpu import tl, triton
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 LIMIT = 512.0
+UNIT = 8.0
+_LARGEST = tl.constexpr(65504.0)
+_UNIT = tl.constexpr(UNIT)
 _BLOCK = 4096
+
+
+class Squares(NamedTuple):
+    """In place of row scales: sums of squares of parts of each row, fp32 [T, parts], and the epsilon of its norm.
+
+    The factor of a row of K is UNIT / sqrt(sum / K + epsilon).
+    """
+
+    parts: Tensor
+    eps: float
+
+    def row_scale(self, k: int) -> Tensor:
+        """The factors themselves, fp32 [T]."""
+        return UNIT * torch.rsqrt(self.parts.sum(-1) / k + self.eps)
 
 
 def scaled_half_reference(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,6 +58,33 @@ def power_of_two_scale(peak):
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return scale, inverse
+
+
+@triton.jit
+def in_units(y):
+    """y / UNIT in fp16, at most the largest number."""
+    return tl.clamp(y * (1.0 / _UNIT), -_LARGEST, _LARGEST).to(tl.float16)
+
+
+@triton.jit
+def row_factors(ptr, token, tokens, parts, K, eps, SQUARES: tl.constexpr):
+    """Row scales of the tokens [N], or what `Squares` make of them; SQUARES: 0, or a power of two >= parts."""
+    if SQUARES == 0:
+        factors = tl.load(ptr + token, mask=token < tokens, other=0.0)
+    else:
+        part = tl.arange(0, SQUARES)
+        mask = (token < tokens)[:, None] & (part < parts)[None, :]
+        squares = tl.load(ptr + token[:, None] * parts + part[None, :], mask=mask, other=0.0)
+        factors = _UNIT / tl.sqrt_rn(tl.sum(squares, 1) / K + eps)
+    return factors
+
+
+def factor_options(row_scale: "Tensor | Squares") -> tuple[Tensor, int, float, int]:
+    """What a kernel passes to `row_factors`: ptr, parts, eps, SQUARES."""
+    if isinstance(row_scale, Squares):
+        parts = row_scale.parts.shape[1]
+        return row_scale.parts, parts, row_scale.eps, triton.next_power_of_2(parts)
+    return row_scale, 1, 0.0, 0
 
 
 @triton.jit

@@ -23,7 +23,8 @@ _WHOLE = 32768
 def swiglu_reference(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2I] -> [T, I]."""
     gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    y: Tensor = torch.nn.functional.silu(gate) * up
+    return y.to(gate_up.dtype)
 
 
 @triton.jit

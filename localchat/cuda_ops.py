@@ -1,12 +1,15 @@
 """The table for an NVIDIA card: every operation of a decode step is a Triton kernel from kernels/.
 
-The residual stream is fp32, products take fp16 inputs with a power of two per row ("scaled half"), the cache is bf16 or
-INT8. A step over more than CROSSOVER tokens (prefill) goes another way: one matrix at a time is dequantised into bf16
+The residual stream is fp32, products take fp16 inputs with a factor per row ("scaled half"), the cache is bf16. In a
+step over few tokens, what stands between two products happens at the end of the first: SwiGLU, and of an RMSNorm its
+gain and the sums of its squares, of which the second makes the factor. So a block is few launches.
+
+A step over more than CROSSOVER tokens (prefill) goes another way: one matrix at a time is dequantised into bf16
 scratch, and the library's dense product reads that. It costs 2.5 times the matrix's size in traffic, which many tokens
 share, and reaches a rate that the packed product does not.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +17,14 @@ from torch import Tensor
 from localchat.kernels.attention import attention_decode, attention_prefill
 from localchat.kernels.gated_delta_net import gated_delta_net_decode
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
-from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul
+from localchat.kernels.int4_few_tokens import FEW_TOKENS
+from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul, int4_matmul_norm, int4_matmul_swiglu
 from localchat.kernels.int8_embedding import int8_embedding
 from localchat.kernels.int8_matmul import dequantize_int8, int8_matmul
 from localchat.kernels.rms_norm import rms_norm
 from localchat.kernels.rope_kv_write import rope_kv_write
 from localchat.kernels.rotary import rotary_table
-from localchat.kernels.scaled_half import scaled_half
+from localchat.kernels.scaled_half import UNIT, Squares, scaled_half
 from localchat.kernels.swiglu import swiglu
 from localchat.ops import ReferenceOps, split_gate
 from localchat.rope import Rotary
@@ -32,8 +36,19 @@ if TYPE_CHECKING:
 CROSSOVER = 32
 # Key heads of a gated delta net, each of which takes an integer; real models have 16.
 _MOST_KEY_HEADS = 1024
-# What a product takes: scaled half (values, row scales), or bf16 values and None.
-Activation = tuple[Tensor, Tensor | None]
+# What a product takes: scaled half (values, row scales or what they follow from), or bf16 values and None.
+Activation = tuple[Tensor, Tensor | Squares | None]
+
+
+class Summed(NamedTuple):
+    """The residual stream fp32 [T, H], and the scaled half that the norm behind it gives."""
+
+    x: Tensor
+    half: Tensor
+    squares: Squares
+
+
+Stream = Tensor | Summed
 
 
 class CudaOps(ReferenceOps):
@@ -47,6 +62,7 @@ class CudaOps(ReferenceOps):
     def __init__(self, device: torch.device) -> None:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch = torch.empty(0, dtype=torch.bfloat16, device=device)
+        self._units = torch.full((FEW_TOKENS,), UNIT, device=device)
         self._arrivals = torch.zeros(_MOST_KEY_HEADS, dtype=torch.int32, device=device)
 
     def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
@@ -57,8 +73,8 @@ class CudaOps(ReferenceOps):
     def rotary(self, positions: Tensor, inv_freq: Tensor, attention_factor: float) -> Rotary:
         return Rotary(positions, *rotary_table(positions, inv_freq, attention_factor))
 
-    def norm_linears(self, x: Tensor, norm: "RMSNorm", *linears: "Linear") -> list[Tensor]:
-        normed = rms_norm(x, norm.weight, norm.eps, half=_few(x))
+    def norm_linears(self, x: Stream, norm: "RMSNorm", *linears: "Linear") -> list[Tensor]:  # type: ignore[override]
+        normed = _normed(x, norm)
         return [self._product(normed, linear) for linear in linears]
 
     def attention(
@@ -80,27 +96,46 @@ class CudaOps(ReferenceOps):
         if q.shape[0] > 1:
             return attention_prefill(q, keys, values, rope.positions, gate=gate, scales=scales)
         splits = max(1, self._multiprocessors // keys.shape[0])
-        return attention_decode(q, keys, values, rope.positions, splits=splits, gate=gate, scales=scales)
+        return attention_decode(q, keys, values, rope.positions, splits=splits, gate=gate, scales=scales, units=True)
 
     def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
         if qkvz.shape[0] == 1:
-            return gated_delta_net_decode(qkvz, ba, *weights, mixer.norm.eps, *cache, arrivals=self._arrivals)
+            options = {"arrivals": self._arrivals, "units": True}
+            return gated_delta_net_decode(qkvz, ba, *weights, mixer.norm.eps, *cache, **options)
         dtype = torch.float32 if _few(qkvz) else torch.bfloat16  # what linear_add rounds to
         return gated_delta_net_prefill(qkvz, ba, *weights, mixer.norm.eps, *cache, dtype=dtype)
 
-    def linear_add(self, x: "Tensor | Activation", linear: "Linear", residual: Tensor) -> Tensor:
+    def linear_add(  # type: ignore[override]
+        self, x: "Tensor | Activation", linear: "Linear", residual: Stream, behind: "RMSNorm | None"
+    ) -> Stream:
+        residual = residual.x if isinstance(residual, Summed) else residual
         if isinstance(x, Tensor):
-            x = scaled_half(x) if _few(x) else (x.to(torch.bfloat16), None)
-        return self._product(x, linear, residual)
+            x = self._activation(x)
+        values, factors = x
+        if behind is None or factors is None or not _fused(linear, len(values)):
+            return self._product(x, linear, residual)
+        stored = (linear.qweight, linear.scales, linear.mins, linear.bias)
+        gain = (behind.weight, behind.eps)
+        return Summed(*int4_matmul_norm(values, factors, *stored, residual, *gain, rows=linear.n))
 
-    def norm_swiglu(self, x: Tensor, norm: "RMSNorm", gate_up: "Linear") -> "Activation":  # type: ignore[override]
-        return swiglu(self.norm_linear(x, norm, gate_up), half=_few(x))
+    def norm_swiglu(self, x: Stream, norm: "RMSNorm", gate_up: "Linear") -> "Activation":  # type: ignore[override]
+        values, factors = _normed(x, norm)
+        if factors is None or not _fused(gate_up, len(values)):
+            return swiglu(self._product((values, factors), gate_up), half=factors is not None)
+        stored = (gate_up.qweight, gate_up.scales, gate_up.mins, gate_up.bias)
+        return int4_matmul_swiglu(values, factors, *stored, rows=gate_up.n), self._units[: len(values)]
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
         rows = [x[i : i + CROSSOVER] for i in range(0, x.shape[0], CROSSOVER)]
         parts = [self._product(rms_norm(part, norm.weight, norm.eps, half=True), head) for part in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _activation(self, heads: Tensor) -> "Activation":
+        """What a mixer gives, as the product behind it takes it."""
+        if heads.dtype == torch.float16:
+            return heads, self._units[: len(heads)]
+        return scaled_half(heads) if _few(heads) else (heads.to(torch.bfloat16), None)
 
     def _product(self, activation: "Activation", linear: "Linear", residual: Tensor | None = None) -> Tensor:
         x, row_scale = activation
@@ -110,7 +145,8 @@ class CudaOps(ReferenceOps):
                 return int4_matmul(x, row_scale, *stored, linear.bias, residual, rows=linear.n)
             return int8_matmul(x, row_scale, linear.weight, linear.scales, linear.bias, residual)
         if row_scale is not None:
-            x = (x.float() * row_scale[:, None]).to(torch.bfloat16)
+            factors = row_scale.row_scale(x.shape[1]) if isinstance(row_scale, Squares) else row_scale
+            x = (x.float() * factors[:, None]).to(torch.bfloat16)
         y: Tensor = torch.nn.functional.linear(x, self._dense(linear))
         if linear.bias is not None:
             y = y + linear.bias
@@ -131,3 +167,14 @@ class CudaOps(ReferenceOps):
 
 def _few(x: Tensor) -> bool:
     return x.shape[0] <= CROSSOVER
+
+
+def _fused(linear: "Linear", tokens: int) -> bool:
+    """Whether the product's kernel has an end that does more."""
+    return linear.bits == 4 and tokens <= FEW_TOKENS
+
+
+def _normed(x: Stream, norm: "RMSNorm") -> "Activation":
+    if isinstance(x, Summed):
+        return x.half, x.squares
+    return rms_norm(x, norm.weight, norm.eps, half=_few(x))

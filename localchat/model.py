@@ -68,10 +68,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, ...], behind: RMSNorm) -> Tensor:
         qkv = self.ops.norm_linear(x, norm, self.qkv_proj)
         heads = self.ops.attention(qkv, self.q_norm, self.k_norm, rope, cache, gated=self.gated)
-        return self.ops.linear_add(heads, self.o_proj, x)
+        return self.ops.linear_add(heads, self.o_proj, x, behind)
 
 
 class DepthwiseConv(nn.Module):
@@ -106,10 +106,10 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.out_proj = _linear(config, f"{name}.out_proj", hidden, values)
 
-    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, ...], behind: RMSNorm) -> Tensor:
         qkvz, ba = self.ops.norm_linears(x, norm, self.in_proj_qkvz, self.in_proj_ba)
         heads = self.ops.gated_delta_net(qkvz, ba, self, cache)
-        return self.ops.linear_add(heads, self.out_proj, x)
+        return self.ops.linear_add(heads, self.out_proj, x, behind)
 
 
 class MLP(nn.Module):
@@ -122,12 +122,15 @@ class MLP(nn.Module):
         self.gate_up_proj = _linear(config, f"{name}.gate_up_proj", 2 * inner, hidden, bias=config.mlp_bias)
         self.down_proj = _linear(config, f"{name}.down_proj", hidden, inner, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        return self.ops.linear_add(self.ops.norm_swiglu(x, norm, self.gate_up_proj), self.down_proj, x)
+    def forward(self, x: Tensor, norm: RMSNorm, behind: RMSNorm | None) -> Tensor:
+        return self.ops.linear_add(self.ops.norm_swiglu(x, norm, self.gate_up_proj), self.down_proj, x, behind)
 
 
 class Block(nn.Module):
-    """x <- x + mixer(norm(x)); x <- x + mlp(norm(x)). The mixer is attention or a gated delta net."""
+    """x <- x + mixer(norm(x)); x <- x + mlp(norm(x)). The mixer is attention or a gated delta net.
+
+    A sum is told which norm stands behind it, so that one launch can serve both.
+    """
 
     def __init__(self, config: ModelConfig, name: str, kind: str, ops: ReferenceOps) -> None:
         super().__init__()
@@ -140,10 +143,10 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, f"{name}.mlp", ops)
 
-    def forward(self, x: Tensor, rope: Rotary, cache: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotary, cache: tuple[Tensor, ...], behind: RMSNorm | None) -> Tensor:
         mixer = self.self_attn if self.kind == "full_attention" else self.linear_attn
-        x = mixer(x, self.input_layernorm, rope, cache)
-        return self.mlp(x, self.post_attention_layernorm)  # type: ignore[no-any-return]
+        x = mixer(x, self.input_layernorm, rope, cache, self.post_attention_layernorm)
+        return self.mlp(x, self.post_attention_layernorm, behind)  # type: ignore[no-any-return]
 
 
 class Model(nn.Module):
@@ -168,7 +171,8 @@ class Model(nn.Module):
         x = self.ops.embedding(ids, self.embed_tokens)
         rope = self.ops.rotary(positions, self.inv_freq, self.config.rope.attention_factor)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, cache.layer(i))
+            behind = self.layers[i + 1].input_layernorm if i + 1 < len(self.layers) else None
+            x = layer(x, rope, cache.layer(i), behind)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

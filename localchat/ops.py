@@ -107,8 +107,8 @@ class ReferenceOps:
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
         return gated_delta_net_reference(qkvz, ba, *weights, mixer.norm.eps, *cache)
 
-    def linear_add(self, x: Tensor, linear: "Linear", residual: Tensor) -> Tensor:
-        """residual + product. [T, K], [T, H] -> [T, H]."""
+    def linear_add(self, x: Tensor, linear: "Linear", residual: Tensor, behind: "RMSNorm | None") -> Tensor:
+        """residual + product. [T, K], [T, H] -> [T, H]; behind: the norm that reads the sum next, if one does."""
         return residual + self.product(x, linear)
 
     def norm_swiglu(self, x: Tensor, norm: "RMSNorm", gate_up: "Linear") -> Tensor:

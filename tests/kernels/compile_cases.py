@@ -111,7 +111,10 @@ def _attention_cases() -> list[Case]:
                     )
                 )
     combine, kernel = {"D": 256, "BLOCK_S": 16}, "attention._attention_combine_kernel"
-    plain, gated = combine | {"gate_ptr": None, "GATED": False}, combine | {"GATED": True}
+    plain, gated = (
+        combine | {"gate_ptr": None, "GATED": False, "UNITS": False},
+        combine | {"GATED": True, "UNITS": True},
+    )
     return [
         *cases,
         Case("attention_combine", kernel, "*fp32 *fp32 *fp32 i32", plain),
@@ -170,7 +173,7 @@ def _delta_net_cases() -> list[Case]:
             f"gated_delta_net_decode {repeats} heads",
             "gated_delta_net._decode_kernel",
             f"{pointers} i32:16 fp32",
-            {"L2_EPS": 1e-6, "REPEATS": repeats, "DK": 128, "DV": 128},
+            {"L2_EPS": 1e-6, "REPEATS": repeats, "UNITS": True, "DK": 128, "DV": 128},
             warps,
         )
         for repeats in (1, 2, 3)
@@ -222,17 +225,17 @@ def _product_cases() -> list[Case]:
                 {"G8": group // 8, "HAS_MIN": has_min, "WHOLE": k % 128 == 0, "WORDS": 256},
             )
         )
-    pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True}
+    pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 512}
     vector = {**flags, "ROWS": int8_matmul.GEMV_ROWS, "BLOCK_K": int8_matmul.GEMV_K}
     gemv, gemm = "int8_matmul._int8_gemv_kernel", "int8_matmul._int8_gemm_kernel"
     return [
         *cases,
-        Case("int8_gemv", gemv, f"{pointers} i32 i32", vector, int8_matmul.GEMV_WARPS),
+        Case("int8_gemv", gemv, f"{pointers} i32 i32 i32 fp32", vector, int8_matmul.GEMV_WARPS),
         *(
             Case(
                 f"int8_gemm {tokens} tokens",
                 gemm,
-                f"{pointers} i32 i32 i32",
+                f"{pointers} i32 i32 i32 i32 fp32",
                 {**flags, "BLOCK_T": tokens, "BLOCK_N": 64, "BLOCK_K": int8_matmul.GEMM_K},
                 int4_matmul.GEMM_WARPS,
             )
@@ -266,13 +269,16 @@ def _few_tokens_cases() -> list[Case]:
         launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, chosen)
         warps = launch.pop("num_warps")
         launch |= {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
+        down = n < k  # its end makes what the next norm needs, as gate_up's makes SwiGLU
+        launch |= {"SQUARES": 0 if down else 512, "SWIGLU": n > 4 * k, "NORM": down}
         launch |= {"USE_PTX": True} | ({"T": 1} if tokens == 1 else {})
         kind = f"groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
         cases.append(
             Case(
                 f"int4_few_tokens {n} x {k} {kind}, {chosen.parts} parts batch {chosen.batch}",
                 "int4_few_tokens.int4_few_tokens_kernel",
-                f"*fp16 *fp32 *i32 *{scales} *{scales} *fp32 *fp32 *fp32{' i32' * (tokens > 1)} i32:16 i32",
+                f"*fp16 *fp32 *i32 *{scales} *{scales} *fp32 *fp32 {'*fp16' if n > 4 * k else '*fp32'} "
+                f"*fp32 *fp16 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32",
                 launch,
                 warps,
             )

@@ -10,8 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from localchat.kernels import int4_fragments
-from localchat.kernels.int4_matmul import Fragments, int4_matmul, int4_matmul_reference
+from localchat.kernels.int4_matmul import (
+    Fragments,
+    int4_matmul,
+    int4_matmul_norm,
+    int4_matmul_reference,
+    int4_matmul_swiglu,
+)
 from localchat.kernels.int4_packing import pack, pack_scales
+from localchat.kernels.rms_norm import rms_norm_reference
+from localchat.kernels.scaled_half import UNIT, Squares
+from localchat.kernels.swiglu import swiglu_reference
 
 BOUND = 5e-4
 Relative = Callable[[Tensor, Tensor], float]
@@ -59,6 +68,49 @@ def test_every_launch(
     int4_matmul(x, row_scale, *stored, bias, residual, rows=n, out=out, settings=settings)
     assert relative(out, wanted) < BOUND
     assert bool(memory[tokens * n :].isnan().all())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize(("n", "k", "group"), [(40, 1024, 128), (2048, 5120, 128), (24, 544, 32)])
+def test_the_ends_that_do_more(
+    device: torch.device, relative: Relative, tokens: int, n: int, k: int, group: int
+) -> None:
+    """SwiGLU of rows in turn; and what the next norm needs: half and squares are y's, and make up its norm."""
+    if device.type == "cpu" and n * k > 1 << 17:
+        pytest.skip("too large for the interpreter, runs with -m gpu")
+    stored, bias = make(n, k, group, False, device), torch.randn(n, device=device)
+    x, row_scale = torch.randn(tokens, k, device=device).half(), 2.0 ** torch.arange(tokens, device=device)
+    wanted = int4_matmul_reference(x.float() * row_scale[:, None], *stored, bias, rows=n)
+    swiglu = int4_matmul_swiglu(x, row_scale, *stored, bias, rows=n)
+    assert relative(swiglu.float() * UNIT, swiglu_reference(wanted)) < BOUND
+    residual, gain = torch.randn(tokens, n, device=device), 0.5 + torch.rand(n, device=device)
+    y, half, squares = int4_matmul_norm(x, row_scale, *stored, bias, residual, gain, 1e-5, rows=n)
+    assert relative(y, wanted + residual) < BOUND
+    normed = half.float() * squares.row_scale(n)[:, None]
+    assert relative(normed, rms_norm_reference(wanted + residual, gain, 1e-5)) < BOUND
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_squares_in_place_of_row_scales(device: torch.device, relative: Relative, tokens: int) -> None:
+    stored, parts = make(33, 640, 128, True, device), torch.rand(tokens, 40, device=device)
+    x, squares = torch.randn(tokens, 640, device=device).half(), Squares(parts, 0.5)
+    factors = UNIT / (parts.sum(1, keepdim=True) / 640 + 0.5).sqrt()
+    out = int4_matmul(x, squares, *stored, rows=33)
+    assert relative(out, int4_matmul_reference(x.float() * factors, *stored, rows=33)) < BOUND
+
+
+def test_what_does_not_fit_into_units_ends_at_their_largest(device: torch.device) -> None:
+    """1e5 keeps its digits; 1e7 becomes 524,032, and never infinity or NaN."""
+    k = 128
+    stored = (pack(torch.full((16, k), 9, device=device), 128), torch.ones(1, 1, 16, device=device).half(), None)
+    for magnitude, wanted in ((1e5, 1e5), (1e7, 65504.0 * UNIT)):
+        x = torch.full((1, k), 1.0, device=device).half()
+        row_scale = torch.full((1,), magnitude / k, device=device)
+        y, half, _ = int4_matmul_norm(
+            x, row_scale, *stored, None, torch.zeros(1, 16, device=device), torch.ones(16, device=device), 1e-6
+        )
+        assert torch.allclose(y, torch.full_like(y, magnitude))
+        assert torch.allclose(half.float() * UNIT, torch.full_like(y, wanted), rtol=1e-3)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
