@@ -4,6 +4,8 @@ Reads like the block diagram. Each block is five operations, all taken from the 
 Activations are [T, features]: T tokens of one conversation, no batch dimension.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -165,11 +167,22 @@ class Model(nn.Module):
 
         Writes T rows of the cache and moves its recurrent states on by T tokens.
         """
-        x = self.ops.embedding(ids, self.embed_tokens)
-        rope = self.ops.rotary(positions, self.inv_freq, self.config.rope.attention_factor)
+        x, rope = self._enter(ids, positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, rope, cache.layer(i))
         return x
+
+    def layer_by_layer(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Iterator[Tensor]:
+        """`forward` with a pause after each layer, for a caller who wants to look up meanwhile, or to stop."""
+        x, rope = self._enter(ids, positions)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rope, cache.layer(i))
+            yield x
+
+    def _enter(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary]:
+        """What the first layer takes."""
+        rope = self.ops.rotary(positions, self.inv_freq, self.config.rope.attention_factor)
+        return self.ops.embedding(ids, self.embed_tokens), rope
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] as `forward` returned them -> fp32 [T, V]. Take only the rows that are needed: V is large."""
