@@ -162,8 +162,9 @@ class Engine:
             positions = torch.arange(start, start + len(ids), device=device)
             steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache)
             for layer, hidden in enumerate(steps, 1):
+                last = hidden[-1:]
                 yield layer / len(self.model.layers)
-        self._hidden = hidden[-1:].clone()  # so that the others' memory is free
+        self._hidden = last.clone()  # so that the others' memory is free
 
     def _moments(self, layers: Iterator[float], pace: Pace | None) -> Iterator[float]:
         """Those of `layers` (all but the last) that are LOOK_UP seconds apart; all are launched at `pace`."""
