@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Go back to at most `length` ids and return how many are left."""
 
     def prefill(self, ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
-        """Append `ids`, yielding now and then how many are done; keep the state of the first `snapshot_at` ids in all."""
+        """Append `ids`, yielding now and then how many are done; keep the state of the first `snapshot_at` in all."""
 
     def generate(
         self, sampling: "Sampling", stop_ids: Collection[int], max_tokens: int, *, replied: int = 0

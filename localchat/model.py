@@ -30,6 +30,7 @@ class Linear(nn.Module):
 
     def __init__(self, n: int, k: int, fmt: TensorFormat, *, bias: bool = False) -> None:
         super().__init__()
+        self.rows, self.columns = n, k
         self.bits, self.group_size = fmt.bits, fmt.group_size
         if fmt.bits == 4:
             groups = k // fmt.group_size
