@@ -131,9 +131,9 @@ def _timed(engine: Engine, kind: str, tokens: int, depth: int, repeats: int) -> 
     chunk = engine.model.ops.prefill_chunk
     run: Callable[[int], float]
     if kind == "prefill":
-        run, short = (lambda count: _prefill_seconds(engine, count, depth)), min(tokens, chunk + tokens % chunk)
+        run, short = (lambda count: prefill_seconds(engine, count, depth)), min(tokens, chunk + tokens % chunk)
     else:
-        run, short = (lambda count: _decode_seconds(engine, count, depth)), min(tokens, 4)
+        run, short = (lambda count: decode_seconds(engine, count, depth)), min(tokens, 4)
     run(short)  # a whole chunk and the last one: all that has to be compiled
     seconds: list[float] = []
     while not seconds or (len(seconds) < repeats and sum(seconds) < _PATIENCE):
@@ -141,7 +141,7 @@ def _timed(engine: Engine, kind: str, tokens: int, depth: int, repeats: int) -> 
     return seconds
 
 
-def _prefill_seconds(engine: Engine, tokens: int, depth: int) -> float:
+def prefill_seconds(engine: Engine, tokens: int, depth: int) -> float:
     """From the prompt to the first drawn id."""
     _go_to(engine, depth)
     prompt = made_up(engine.vocab_size, tokens)
@@ -152,7 +152,7 @@ def _prefill_seconds(engine: Engine, tokens: int, depth: int) -> float:
     return time.perf_counter() - start
 
 
-def _decode_seconds(engine: Engine, tokens: int, depth: int) -> float:
+def decode_seconds(engine: Engine, tokens: int, depth: int) -> float:
     """From the first drawn id to the last of `tokens` more."""
     _go_to(engine, depth)
     for _ in engine.prefill([1]):

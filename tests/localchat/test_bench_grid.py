@@ -51,9 +51,9 @@ def test_flops_are_two_for_each_weight_and_pair(scripted: Callable[..., Path]) -
 def test_runs_start_at_their_depth(scripted: Callable[..., Path]) -> None:
     engine = Engine(load_model(scripted("ok")), 400)
     for _ in range(2):
-        bench_grid._prefill_seconds(engine, 20, 300)
+        bench_grid.prefill_seconds(engine, 20, 300)
         assert engine.cache.length == 320
-        bench_grid._decode_seconds(engine, 7, 300)
+        bench_grid.decode_seconds(engine, 7, 300)
         assert engine.cache.length == 308
     assert engine.tokens_forwarded == 256 + 2 * (20 + 8)  # one chunk was read of the 300
 
