@@ -171,13 +171,13 @@ def test_attention_of_a_whole_prompt_of_100k(
 
 
 def far_rows(rows: Tensor) -> Tensor:
-    """bf16 [T, N]: the same values with rows so far apart that the last one begins 2^31 elements behind the first.
+    """bf16 [T, N]: the same values with rows so far apart that the last 16 begin 2^31 elements behind the first.
 
     As many lie before the first, where an offset of 32 bits would end up. Nothing of all that is touched, so nothing is
     taken.
     """
-    stride = -(-(2**31) // (len(rows) - 1))
-    memory = torch.empty_strided((2**32 + stride,), (1,), dtype=rows.dtype, device=rows.device)
+    stride = -(-(2**31) // (len(rows) - 16))
+    memory = torch.empty_strided((2**31 + len(rows) * stride,), (1,), dtype=rows.dtype, device=rows.device)
     return memory.as_strided(rows.shape, (stride, 1), 2**31).copy_(rows)
 
 
