@@ -1,7 +1,9 @@
 """Perplexity against a formulation in one line, over borders of windows and of rows."""
 
+import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from localchat.config import ModelConfig
 from localchat.model import Model
 from localchat.ops import ReferenceOps
 from localchat.perplexity import next_token_losses, perplexity
+from localchat.registry import MODELS
+from localchat.synthetic import synthetic_model
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +96,17 @@ def test_logits_of_a_long_window_are_never_all_there() -> None:
     done = subprocess.run([sys.executable, "-c", PEAK, "1024"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 200_000_000
+
+
+@pytest.mark.gpu
+def test_on_a_card_8k_positions_of_a_large_vocabulary_take_less_than_a_gigabyte() -> None:
+    """Four layers of the 27B with its own head: everything beside the weights, the cache of these layers included."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA card")
+    model = synthetic_model(replace(MODELS["qwen3.5-27b"], num_hidden_layers=4), "cuda")
+    ids = torch.randint(0, model.config.vocab_size, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert math.isfinite(perplexity(model, ids, 8192))
+    assert torch.cuda.max_memory_allocated() - held < 1_000_000_000
