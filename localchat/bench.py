@@ -78,7 +78,7 @@ def run(
     sheet, read = card_limits() if on_card else (None, None)
     return BenchResult(
         model=name_of(model),
-        device=torch.cuda.get_devicename_of() if on_card else "cpu",
+        device=torch.cuda.get_device_name() if on_card else "cpu",
         threads=torch.get_num_threads(),
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
@@ -125,7 +125,7 @@ def card_limits() -> tuple[float | None, float]:
     """Bandwidth of the current card by its data sheet (None: not in the table) and as a read kernel measures it."""
     from localchat.kernels.read_bandwidth import read_bandwidth, sheet_bandwidth
 
-    return sheet_bandwidth(torch.cuda.get_devicename_of()), read_bandwidth()
+    return sheet_bandwidth(torch.cuda.get_device_name()), read_bandwidth()
 
 
 def measure(engine: Engine, prompt_tokens: int, decode_tokens: int) -> tuple[float, float]:

@@ -9,7 +9,7 @@ broken off leaves states of no use, so the conversation falls back to a snapshot
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
@@ -155,7 +155,7 @@ class Engine:
             continue
 
     @torch.inference_mode()
-    def _layers(self, ids: list[int]) -> Iterator[float]:
+    def _layers(self, ids: list[int]) -> Generator[float, None, None]:
         """A forward of `ids`, with a pause after each layer; yields which share of the layers is done."""
         start, device = len(self.ids), self.model.device
         with self._step(ids):

@@ -61,6 +61,6 @@ def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """logits fp32 [t, V], targets int64 [t] -> -log softmax(logits)[target], fp32 [t]."""
     peak = logits.amax(-1, keepdim=True)
     mass = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
-    for part in logits.split(_SLICE, dim=-1):
-        mass += (part - peak).exp_().sum(-1)
+    for start in range(0, logits.shape[-1], _SLICE):
+        mass += (logits[:, start : start + _SLICE] - peak).exp_().sum(-1)
     return (mass.log() + (peak - logits.gather(-1, targets[:, None]))[:, 0]).float()
