@@ -116,7 +116,7 @@ def test_queries_and_keys_at_far_positions(device: torch.device, rope: tuple[Mod
 
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129])
 def test_lengths_around_every_block(device: torch.device, delta_net: DeltaNet, relative: Relative, tokens: int) -> None:
-    """A whole prompt, and as many tokens behind a prefix that ends a block of keys with the first of them, or before."""
+    """A whole prompt, and as many tokens behind prefixes that end at a block of keys, or one before."""
     for length in (tokens, tokens + 6, tokens + 7):
         q, cache = torch.randn(tokens, 4, 16, device=device), torch.randn(2, 2, length + 5, 16, device=device)
         cache[:, :, length:] = float("nan")
