@@ -3,6 +3,7 @@
 Every figure is the median of `repeats` runs in this process, after one run that is thrown away. Decode counts the
 tokens after the first, so prefill is not in it. Greedy, with stop ids ignored. On a card, decoding is set against two
 limits: the data sheet's bandwidth, and that of a kernel which only reads, measured in the same run.
+bench_grid.py measures a row for each of several lengths.
 """
 
 import statistics
@@ -20,7 +21,7 @@ from localchat.model import Linear, Model
 from localchat.registry import Entry
 from localchat.sampling import Sampling
 from localchat.stats import memory_used
-from localchat.synthetic import synthetic_model
+from localchat.synthetic import made_up, synthetic_model
 
 
 @dataclass(frozen=True)
@@ -75,25 +76,16 @@ def run(
         BadCheckpoint: the model cannot be loaded.
         UsageError: it was not made for that many tokens.
     """
-    start = time.perf_counter()
-    loaded = synthetic_model(model, device) if isinstance(model, Entry) else load_model(model, device)
-    load_seconds = time.perf_counter() - start
-    most = loaded.config.max_position_embeddings
-    if prompt_tokens + decode_tokens > most:
-        raise UsageError(f"{prompt_tokens:,} + {decode_tokens:,} tokens are more than the {most:,} of this model.")
+    loaded, load_seconds = load(model, device)
+    refuse_beyond(loaded, prompt_tokens + decode_tokens, f"{prompt_tokens:,} + {decode_tokens:,} tokens")
     engine = Engine(loaded, prompt_tokens + decode_tokens, int8_kv=int8_kv)
     runs = [measure(engine, prompt_tokens, decode_tokens) for _ in range(repeats + 1)][1:]
     on_card = loaded.device.type == "cuda"
     memory = torch.cuda.max_memory_allocated() if on_card else memory_used(device)[0]
-    context, kind = engine.max_length, loaded.device.type
-    if isinstance(model, Entry):
-        table = ledger(model.config, context, kind, int8_kv=int8_kv)
-    else:
-        table = ledger_of_folder(model, context, kind, int8_kv=int8_kv)
     taken = memory_used(device)[0]
     sheet, read = card_limits() if on_card else (None, None)
     return BenchResult(
-        model=f"{model.alias}, synthetic weights" if isinstance(model, Entry) else model.name,
+        model=name_of(model),
         device=torch.cuda.get_device_name() if on_card else "cpu",
         threads=torch.get_num_threads(),
         prompt_tokens=prompt_tokens,
@@ -107,9 +99,37 @@ def run(
         read_bandwidth=read,
         synthetic=isinstance(model, Entry),
         card_bytes=taken if on_card else None,
-        ledger_bytes=table.total if on_card else None,
+        ledger_bytes=ledger_bytes_of(model, engine) if on_card else None,
         int8_kv=int8_kv,
     )
+
+
+def load(model: Path | Entry, device: str) -> tuple[Model, float]:
+    """The model and the seconds that took."""
+    start = time.perf_counter()
+    loaded = synthetic_model(model, device) if isinstance(model, Entry) else load_model(model, device)
+    return loaded, time.perf_counter() - start
+
+
+def refuse_beyond(model: Model, tokens: int, what: str) -> None:
+    """UsageError where `what`, so many tokens, is more than the model was made for."""
+    most = model.config.max_position_embeddings
+    if tokens > most:
+        raise UsageError(f"{what} are more than the {most:,} of this model.")
+
+
+def name_of(model: Path | Entry) -> str:
+    """What a result calls the model."""
+    return f"{model.alias}, synthetic weights" if isinstance(model, Entry) else model.name
+
+
+def ledger_bytes_of(model: Path | Entry, engine: Engine) -> int:
+    """What the ledger says of this model and context."""
+    context, kind = engine.max_length, engine.model.device.type
+    int8 = engine.cache.int8
+    if isinstance(model, Entry):
+        return ledger(model.config, context, kind, int8_kv=int8).total
+    return ledger_of_folder(model, context, kind, int8_kv=int8).total
 
 
 def card_limits() -> tuple[float | None, float]:
@@ -122,7 +142,7 @@ def card_limits() -> tuple[float | None, float]:
 def measure(engine: Engine, prompt_tokens: int, decode_tokens: int) -> tuple[float, float]:
     """One run over a made-up prompt -> (prefill rate, decode rate)."""
     engine.rewind(0)
-    prompt = [i % engine.vocab_size for i in range(1, prompt_tokens + 1)]
+    prompt = made_up(engine.vocab_size, prompt_tokens)
     start = time.perf_counter()
     for _ in engine.prefill(prompt):
         continue

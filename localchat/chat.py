@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Go back to at most `length` ids and return how many are left."""
 
     def prefill(self, ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
-        """Append `ids` in chunks, yielding the number done; keep the state of the first `snapshot_at` ids in all."""
+        """Append `ids`, yielding now and then how many are done; keep the state of the first `snapshot_at` in all."""
 
     def generate(
         self, sampling: "Sampling", stop_ids: Collection[int], max_tokens: int, *, replied: int = 0
@@ -298,8 +298,8 @@ class Chat:
         self._boundaries = [boundary for boundary in self._boundaries if boundary <= turn.cached]
         if turn.boundary is not None:
             self._boundaries.append(turn.boundary)
-        for _ in self.engine.prefill(turn.prompt[turn.cached :], turn.boundary):
-            turn.count_prefilled()
+        for done in self.engine.prefill(turn.prompt[turn.cached :], turn.boundary):
+            turn.count_prefilled(done)
             yield Chunk("prefill", "", turn.stats())
         turn.cached = len(turn.prompt) - turn.prefilled
 

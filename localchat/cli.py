@@ -165,13 +165,20 @@ def _bench(args: argparse.Namespace) -> int:
     what = (
         synthetic_entry(args.model) if args.synthetic else packed_folder(args.model, offline=args.offline, yes=args.yes)
     )
-    from localchat import bench
+    from localchat import bench, bench_grid
     from localchat.device import choose_device
 
     device = choose_device(args.gpu, args.vram)
-    lengths = {"prompt_tokens": args.prompt_tokens, "decode_tokens": args.tokens}
-    result = bench.run(what, device=device, int8_kv=args.kv_cache == "int8", **lengths)
-    return listing.print_bench(args.model, result, as_json=args.json)
+    int8_kv = args.kv_cache == "int8"
+    if args.prompt is None and args.depth is None:
+        lengths = {"prompt_tokens": args.prompt_tokens, "decode_tokens": args.tokens}
+        result = bench.run(what, device=device, int8_kv=int8_kv, **lengths)
+        return listing.print_bench(args.model, result, as_json=args.json)
+    prompts, depths = args.prompt or (args.prompt_tokens,), args.depth or (0,)
+    grid = bench_grid.run_grid(
+        what, device=device, prompts=prompts, depths=depths, decode_tokens=args.tokens, int8_kv=int8_kv
+    )
+    return listing.print_bench_grid(args.model, grid, as_json=args.json)
 
 
 def _report(error: BaseException, *, debug: bool) -> int:

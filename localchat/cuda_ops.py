@@ -101,8 +101,8 @@ class CudaOps(ReferenceOps):
     def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
         if qkvz.shape[0] == 1:
-            options = {"arrivals": self._arrivals, "units": True}
-            return gated_delta_net_decode(qkvz, ba, *weights, mixer.norm.eps, *cache, **options)
+            eps, arrivals = mixer.norm.eps, self._arrivals
+            return gated_delta_net_decode(qkvz, ba, *weights, eps, *cache, arrivals=arrivals, units=True)
         dtype = torch.float32 if _few(qkvz) else torch.bfloat16  # what linear_add rounds to
         return gated_delta_net_prefill(qkvz, ba, *weights, mixer.norm.eps, *cache, dtype=dtype)
 
@@ -117,14 +117,14 @@ class CudaOps(ReferenceOps):
             return self._product(x, linear, residual)
         stored = (linear.qweight, linear.scales, linear.mins, linear.bias)
         gain = (behind.weight, behind.eps)
-        return Summed(*int4_matmul_norm(values, factors, *stored, residual, *gain, rows=linear.n))
+        return Summed(*int4_matmul_norm(values, factors, *stored, residual, *gain, rows=linear.rows))
 
     def norm_swiglu(self, x: Stream, norm: "RMSNorm", gate_up: "Linear") -> "Activation":  # type: ignore[override]
         values, factors = _normed(x, norm)
         if factors is None or not _fused(gate_up, len(values)):
             return swiglu(self._product((values, factors), gate_up), half=factors is not None)
         stored = (gate_up.qweight, gate_up.scales, gate_up.mins, gate_up.bias)
-        return int4_matmul_swiglu(values, factors, *stored, rows=gate_up.n), self._units[: len(values)]
+        return int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows), self._units[: len(values)]
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
         rows = [x[i : i + CROSSOVER] for i in range(0, x.shape[0], CROSSOVER)]
@@ -142,7 +142,7 @@ class CudaOps(ReferenceOps):
         if row_scale is not None and linear.bits != 16:
             if linear.bits == 4:
                 stored = (linear.qweight, linear.scales, linear.mins)
-                return int4_matmul(x, row_scale, *stored, linear.bias, residual, rows=linear.n)
+                return int4_matmul(x, row_scale, *stored, linear.bias, residual, rows=linear.rows)
             return int8_matmul(x, row_scale, linear.weight, linear.scales, linear.bias, residual)
         if row_scale is not None:
             factors = row_scale.row_scale(x.shape[1]) if isinstance(row_scale, Squares) else row_scale
@@ -156,7 +156,7 @@ class CudaOps(ReferenceOps):
         """The matrix in bf16 [N, K], in scratch that all share: it grows to the largest one that a prefill needs."""
         if linear.bits == 16:
             return linear.weight
-        n, k = linear.weight.shape if linear.bits == 8 else (linear.n, linear.qweight.shape[1] * 8)
+        n, k = linear.weight.shape if linear.bits == 8 else (linear.rows, linear.qweight.shape[1] * 8)
         if n * k > self._scratch.numel():
             self._scratch = torch.empty(n * k, dtype=torch.bfloat16, device=self._scratch.device)
         out = self._scratch[: n * k].view(n, k)

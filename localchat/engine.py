@@ -8,8 +8,9 @@ A model with recurrent layers goes back only to where a snapshot was taken, or t
 broken off leaves states of no use, so the conversation falls back to a snapshot then.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor
@@ -18,8 +19,12 @@ from localchat.cache import KVCache
 from localchat.graph import DecodeGraph
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
 from localchat.model import Model
+from localchat.pace import Pace
 from localchat.sampling import Sampling
 from localchat.snapshots import Snapshots, default_budget
+
+# Seconds between two moments of a prefill in which its caller can look up, and stop it.
+LOOK_UP = 0.02
 
 
 class Engine:
@@ -50,7 +55,11 @@ class Engine:
         self.ids: list[int] = []
         self.tokens_forwarded = 0
         self._hidden: Tensor | None = None  # of the last token in the cache, [1, H]
-        self._seen = torch.zeros(self.vocab_size, dtype=torch.uint8, device=model.device)
+        # For the sampler: `ids` once more (the first `_copied` of them), and what they mark in the vocabulary.
+        self._ids_there = torch.zeros(max_length, dtype=torch.int64, device=model.device)
+        self._copied = 0
+        self._marks = torch.zeros(model.config.vocab_size, dtype=torch.uint8, device=model.device)
+        self._seen = self._marks[: self.vocab_size]
         self._graph = DecodeGraph(model, self.cache, self._seen) if model.device.type == "cuda" else None
 
     @property
@@ -70,6 +79,7 @@ class Engine:
         snapshot = self.snapshots.newest(length) if self.recurrent else None
         if self.recurrent:
             length = 0 if snapshot is None else snapshot.length
+        self._copied = min(self._copied, length)
         del self.ids[length:]  # first, so that the cache is never the shorter one, whenever Ctrl-C comes
         if snapshot is None:
             self.cache.truncate(length)
@@ -78,7 +88,11 @@ class Engine:
         return length
 
     def prefill(self, ids: Sequence[int], snapshot_at: int | None = None) -> Iterator[int]:
-        """Append `ids` in chunks; yields how many are done after each chunk.
+        """Append `ids` in chunks; yields how many are done.
+
+        That is after each chunk, and within one whenever LOOK_UP seconds have passed: then as many as the layers that
+        are done are worth, and none of the chunk is in `ids` yet. Closed there, the chunk was never begun. On a card
+        the work is at most pace.AHEAD behind what is said, and done when the last number comes.
 
         A recurrent model's state is kept where the conversation is `snapshot_at` tokens long, to rewind there later;
         others need none and ignore it.
@@ -91,6 +105,7 @@ class Engine:
         if ids and not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
             raise ValueError(f"prefill: got ids {min(ids)}..{max(ids)}, wanted 0..{self.model.config.vocab_size - 1}")
         done, size = 0, self.model.ops.prefill_chunk
+        pace = Pace(min(len(ids), size), _timed_event) if self._graph is not None else None
         while True:
             to_boundary = snapshot_at - len(self.ids) if snapshot_at is not None and self.recurrent else -1
             if to_boundary == 0:
@@ -98,8 +113,12 @@ class Engine:
             if done == len(ids):
                 return
             chunk = list(ids[done : done + (min(size, to_boundary) if to_boundary > 0 else size)])
-            self._forward(chunk)
+            with closing(self._layers(chunk)) as layers:
+                for share in self._moments(layers, pace):
+                    yield done + int(len(chunk) * share)
             done += len(chunk)
+            if pace is not None and done == len(ids):
+                pace.drain()
             yield done
 
     def generate(
@@ -115,10 +134,7 @@ class Engine:
         """
         if self._hidden is None:
             raise ValueError("generate: got no prefilled token, wanted a call of prefill first")
-        self._seen.zero_()
-        self._seen[[i for i in self.ids if i < self.vocab_size]] = SEEN_IN_CONTEXT
-        said = self.ids[len(self.ids) - replied :]
-        self._seen[[i for i in said if i < self.vocab_size]] = SEEN_IN_CONTEXT | SEEN_IN_REPLY
+        self._mark_seen(replied)
         token = self._sample(sampling)
         for drawn in range(1, max_tokens + 1):
             yield token
@@ -137,13 +153,42 @@ class Engine:
         self._forward([token])
         return self._sample(sampling)
 
-    @torch.inference_mode()
     def _forward(self, ids: list[int]) -> None:
+        for _ in self._layers(ids):
+            continue
+
+    @torch.inference_mode()
+    def _layers(self, ids: list[int]) -> Generator[float, None, None]:
+        """A forward of `ids`, with a pause after each layer; yields which share of the layers is done."""
         start, device = len(self.ids), self.model.device
         with self._step(ids):
             positions = torch.arange(start, start + len(ids), device=device)
-            hidden = self.model(torch.tensor(ids, device=device), positions, self.cache)
-        self._hidden = hidden[-1:]
+            steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache)
+            for layer, hidden in enumerate(steps, 1):
+                last = hidden[-1:]
+                yield layer / len(self.model.layers)
+        self._hidden = last.clone()  # so that the others' memory is free
+
+    def _moments(self, layers: Iterator[float], pace: Pace | None) -> Iterator[float]:
+        """Those of `layers` (all but the last) that are LOOK_UP seconds apart; all are launched at `pace`."""
+        looked = time.perf_counter()
+        for share in layers:
+            if pace is not None:
+                pace.mark()
+            if share < 1 and time.perf_counter() - looked >= LOOK_UP:
+                yield share
+                looked = time.perf_counter()
+
+    @torch.inference_mode()
+    def _mark_seen(self, replied: int) -> None:
+        """Bring `_seen` to what `ids` says. A long conversation is not sent to the card anew for each reply."""
+        length = len(self.ids)
+        if self._copied < length:
+            self._ids_there[self._copied : length] = torch.tensor(self.ids[self._copied :], device=self._marks.device)
+            self._copied = length
+        self._marks.zero_()
+        self._marks.index_fill_(0, self._ids_there[:length], SEEN_IN_CONTEXT)
+        self._marks.index_fill_(0, self._ids_there[length - replied : length], SEEN_IN_CONTEXT | SEEN_IN_REPLY)
 
     @contextmanager
     def _step(self, ids: list[int]) -> Iterator[None]:
@@ -172,3 +217,7 @@ class Engine:
             return self._graph.draw(self._hidden, sampling, self.cache.length)
         logits = self.model.logits(self._hidden)[0, : self.vocab_size]
         return int(self.model.ops.sample(logits, self._seen, sampling, self.cache.length))
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -159,6 +159,9 @@ def _bench(parser: "Parser") -> None:
     parser.flag("-p", "--prompt-tokens", default=512, help="prompt length (default: 512)", **number)
     parser.flag("-n", "--tokens", default=128, help="tokens to decode (default: 128)", **number)
     _kv_cache(parser, "bf16")
+    lists: dict[str, Any] = {"convert": values.lengths, "metavar": "N,N"}
+    parser.flag("--prompt", help="a row for each: so many new tokens, behind every --depth", **lists)
+    parser.flag("--depth", help="so many tokens are in the cache already, as if read (default: 0)", **lists)
     _json(parser)
     _device(parser)
 

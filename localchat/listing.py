@@ -15,6 +15,7 @@ from localchat.text_safety import one_line
 
 if TYPE_CHECKING:
     from localchat.bench import BenchResult
+    from localchat.bench_grid import Grid, GridRow
 
 
 def print_models(*, as_json: bool, with_usage: bool) -> int:
@@ -140,6 +141,56 @@ def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
     for key, value in rows:
         print(f"{key:<26}{value}")
     return 0
+
+
+def print_bench_grid(name: str, grid: "Grid", *, as_json: bool) -> int:
+    """A line for each row of a grid, what they have in common above them."""
+    if as_json:
+        print(json.dumps({**grid.to_dict(), "model": registry_name(name)}, indent=2))
+        return 0
+    facts = [
+        ("model", grid.model if grid.synthetic else registry_name(name)),
+        ("device", f"{grid.device}, {grid.threads} threads" if grid.device == "cpu" else grid.device),
+        ("context", f"{grid.context:,} tokens; what is deep was made, not read"),
+        ("weights read per token", size_text(grid.bytes_per_token)),
+    ]
+    if grid.read_bandwidth:
+        facts.append(("a read kernel", f"{grid.read_bandwidth / 1e9:,.0f} GB/s"))
+    if grid.card_bytes and grid.ledger_bytes:
+        taken, said = size_text(grid.card_bytes), size_text(grid.ledger_bytes)
+        facts.append(("taken of the card", f"{taken}, its driver's part included; the ledger says {said}"))
+    for key, value in facts:
+        print(f"{key:<26}{value}")
+    on_card = grid.device != "cpu"
+    titles = ["", "depth", "tok/s", "ms", "GB/s", "of sheet", "of read", "TFLOP/s", "extra memory"]
+    lines = [titles, *(_grid_cells(grid, row) for row in grid.rows)]
+    shown = [i for i in range(len(titles)) if on_card or titles[i] not in ("of sheet", "of read", "extra memory")]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+    print()
+    for line in lines:
+        cells = [f"{line[i]:<{widths[i]}}" if i == 0 else f"{line[i]:>{widths[i]}}" for i in shown]
+        print("  ".join(cells).rstrip())
+    return 0
+
+
+def _grid_cells(grid: "Grid", row: "GridRow") -> list[str]:
+    """Of a decode row the milliseconds are those of a token."""
+    decoding = row.kind == "decode"
+    bandwidth = row.bytes * row.rate
+    limits = [f"{bandwidth / limit:.0%}" if limit else "" for limit in (grid.sheet_bandwidth, grid.read_bandwidth)]
+    milliseconds = row.seconds * 1e3 / (row.tokens if decoding else 1)
+    return [
+        f"{row.kind} {row.tokens:,}",
+        f"{row.depth:,}",
+        f"{row.rate:,.1f}" if row.rate < 1000 else f"{row.rate:,.0f}",
+        f"{milliseconds:,.2f}" if milliseconds < 100 else f"{milliseconds:,.0f}",
+        *(
+            [f"{bandwidth / 1e9:,.0f}", *limits, ""]
+            if decoding
+            else ["", "", "", f"{row.flops / row.seconds / 1e12:.1f}"]
+        ),
+        "" if row.extra_bytes is None else size_text(row.extra_bytes),
+    ]
 
 
 def _lookup(name: str) -> tuple[Path | None, ModelConfig | None, registry.Entry | None]:

@@ -4,6 +4,9 @@ Reads like the block diagram. Each block is five operations, all taken from the 
 Activations are [T, features]: T tokens of one conversation, no batch dimension.
 """
 
+from collections import deque
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +31,8 @@ class Linear(nn.Module):
 
     def __init__(self, n: int, k: int, fmt: TensorFormat, *, bias: bool = False) -> None:
         super().__init__()
-        self.n, self.bits, self.group_size = n, fmt.bits, fmt.group_size
+        self.rows, self.columns = n, k
+        self.bits, self.group_size = fmt.bits, fmt.group_size
         if fmt.bits == 4:
             groups = (padded_rows(n) // TILE_ROWS, k // fmt.group_size, TILE_ROWS)
             self.register_buffer("qweight", torch.empty(padded_rows(n), k // 8, dtype=torch.int32))
@@ -168,12 +172,19 @@ class Model(nn.Module):
 
         Writes T rows of the cache and moves its recurrent states on by T tokens.
         """
+        return deque(self.layer_by_layer(ids, positions, cache), maxlen=1).pop()
+
+    def layer_by_layer(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Iterator[Tensor]:
+        """`forward` with a pause after each layer, for a caller who wants to look up meanwhile, or to stop.
+
+        What it yields before the last one is for the next layer only.
+        """
         x = self.ops.embedding(ids, self.embed_tokens)
         rope = self.ops.rotary(positions, self.inv_freq, self.config.rope.attention_factor)
         for i, layer in enumerate(self.layers):
             behind = self.layers[i + 1].input_layernorm if i + 1 < len(self.layers) else None
             x = layer(x, rope, cache.layer(i), behind)
-        return x
+            yield x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] as `forward` returned them -> fp32 [T, V]. Take only the rows that are needed: V is large."""

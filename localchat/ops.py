@@ -55,7 +55,7 @@ class ReferenceOps:
     def product(self, x: Tensor, linear: "Linear") -> Tensor:
         """x [T, K] -> x W^T + bias [T, N]."""
         if linear.bits == 4:
-            return int4_matmul_reference(x, linear.qweight, linear.scales, linear.mins, linear.bias, rows=linear.n)
+            return int4_matmul_reference(x, linear.qweight, linear.scales, linear.mins, linear.bias, rows=linear.rows)
         if linear.bits == 8:
             return int8_matmul_reference(x, linear.weight, linear.scales, linear.bias)
         return torch.nn.functional.linear(x, linear.weight, linear.bias)
@@ -156,13 +156,13 @@ class CpuOps(ReferenceOps):
 
     def prepare(self, linear: "Linear") -> None:
         super().prepare(linear)
-        if linear.bits == 4 and linear.n % 16 == 0:
-            codes = int4_packing.unpack(linear.qweight, linear.group_size, linear.n).to(torch.int32)
+        if linear.bits == 4 and linear.rows % 16 == 0:
+            codes = int4_packing.unpack(linear.qweight, linear.group_size, linear.rows).to(torch.int32)
             linear.cpu_qweight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 8)
             # The kernel computes scale * (q - 8) + zero. [K/G, N, 2]
-            scales, zeros = int4_packing.unpack_scales(linear.scales, linear.n).float(), torch.zeros(())
+            scales, zeros = int4_packing.unpack_scales(linear.scales, linear.rows).float(), torch.zeros(())
             if linear.mins is not None:
-                zeros = int4_packing.unpack_scales(linear.mins, linear.n) + 8 * scales
+                zeros = int4_packing.unpack_scales(linear.mins, linear.rows) + 8 * scales
             stacked = torch.stack((scales, zeros.expand_as(scales)), dim=-1).transpose(0, 1).contiguous()
             linear.cpu_scales_zeros = stacked.to(torch.bfloat16)
             linear.qweight = linear.scales = torch.empty(0)

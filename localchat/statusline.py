@@ -38,7 +38,8 @@ def prefill_line(stats: Stats) -> str:
     """The bar while the prompt is read: share, tokens, speed, time left. Where it is read in about a second: ""."""
     total = max(stats.prompt_tokens - stats.cached_tokens, 1)
     done = min(stats.prefilled_tokens, total)
-    if stats.prefill_rate > 0 and total / stats.prefill_rate < _WORTH_A_BAR:
+    expected = total / stats.prefill_rate if stats.prefill_rate > 0 else stats.prefill_seconds
+    if expected < _WORTH_A_BAR:
         return ""
     bar = "#" * (_BAR_WIDTH * done // total)
     parts = [f"prefill [{bar:-<{_BAR_WIDTH}}] {100 * done // total} %", f"{done:,}/{total:,} tok"]

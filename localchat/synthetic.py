@@ -1,5 +1,7 @@
 """A model of real shapes with random weights, made directly on the device: speed and memory before any download.
 
+`deepen` makes a conversation of any length for it, or for any model, without reading one.
+
 Every layer has its own memory, as a real model has; codes are uniform, scales are such that activations keep their
 size from layer to layer, so that logits stay finite. Nothing is read from or written to the disk.
 """
@@ -9,6 +11,7 @@ import math
 import torch
 
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
+from localchat.engine import Engine
 from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.ledger import default_formats
 from localchat.model import GatedDeltaNet, Linear, Model, RMSNorm
@@ -32,7 +35,7 @@ def synthetic_model(entry: Entry, device: str, seed: int = 0, ops: ReferenceOps 
     with torch.inference_mode():
         for module in model.modules():
             if isinstance(module, Linear):
-                _fill_linear(module, target)
+                fill_linear(module, target)
             elif isinstance(module, RMSNorm):
                 module.weight = torch.ones(module.weight.shape, device=target)
             elif isinstance(module, GatedDeltaNet):
@@ -50,10 +53,38 @@ def synthetic_model(entry: Entry, device: str, seed: int = 0, ops: ReferenceOps 
     return model.eval()
 
 
-def _fill_linear(linear: Linear, device: torch.device) -> None:
+def made_up(vocab_size: int, count: int) -> list[int]:
+    """A prompt of `count` ids."""
+    return [i % vocab_size for i in range(1, count + 1)]
+
+
+@torch.inference_mode()
+def deepen(engine: Engine, length: int) -> None:
+    """Bring a conversation to `length` tokens as if that many had been read; nothing to do where there are more.
+
+    One chunk is read, and its keys and values are repeated behind it; recurrent states are what it left. Speed does not
+    depend on the values, and as they are real ones logits stay finite. A recurrent model can be rewound to here.
+    """
+    start, size = len(engine.ids), engine.model.ops.prefill_chunk
+    ids = made_up(engine.vocab_size, max(0, length - start))
+    for _ in engine.prefill(ids[:size]):
+        continue
+    for first in range(start + size, length, size):
+        count = min(size, length - first)
+        for layer, kind in enumerate(engine.model.config.layer_types):
+            if kind == "full_attention":
+                for rows in engine.cache.layer(layer):  # [kv_heads, max_length, ...]
+                    rows[:, first : first + count] = rows[:, start : start + count]
+    engine.cache.append(len(ids[size:]))
+    engine.ids += ids[size:]
+    if engine.recurrent:
+        engine.snapshots.take()
+
+
+def fill_linear(linear: Linear, device: torch.device) -> None:
     """Uniform codes; scales that make the product of a normalised input about one, and a quarter of that for INT4."""
     if linear.bits == 4:
-        n, shape = linear.n, linear.qweight.shape  # rows that fill up are random as well: nobody looks
+        n, shape = linear.rows, linear.qweight.shape  # rows that fill up are random as well: nobody looks
         linear.qweight = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
         scale = 0.25 / (4.6 * math.sqrt(8 * shape[1]))  # 4.6: standard deviation of q - 8
         linear.scales = torch.full(linear.scales.shape, scale, dtype=torch.float16, device=device)

@@ -31,9 +31,9 @@ class Turn:
         self._prefill_started = self._prefill_ended = time.perf_counter()
         self._first_token = self._last_thought = self._prefill_started
 
-    def count_prefilled(self) -> None:
-        """To be called after each prefilled chunk."""
-        self.prefilled = self._engine.tokens_forwarded - self._forwarded_before
+    def count_prefilled(self, done: int) -> None:
+        """To be called with each number that the engine's prefill yields; within a chunk it is ahead of the count."""
+        self.prefilled = max(done, self._engine.tokens_forwarded - self._forwarded_before)
         self._prefill_ended = time.perf_counter()
 
     def count_generated(self, token: int, *, thinking: bool) -> None:

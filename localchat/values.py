@@ -21,6 +21,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def lengths(text: str) -> tuple[int, ...]:
+    """Numbers of tokens with commas between them, smallest first, each once; 0 is one."""
+    if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text):
+        raise UsageError(f"{one_line(text)!r} is no list of lengths such as 512,8192.")
+    return tuple(sorted({int(word) for word in text.split(",")}))
+
+
 def gigabytes(text: str) -> float:
     """A size in GB."""
     try:

@@ -156,9 +156,9 @@ class TorchOps(ReferenceOps):
 
     def prepare(self, linear: Linear) -> None:
         if linear.bits == 4:
-            codes = linear.qweight[: linear.n].view(torch.uint8)  # random codes, so their order does not matter
+            codes = linear.qweight[: linear.rows].view(torch.uint8)  # random codes, so their order does not matter
             linear.cpu_qweight = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
-            scales = unpack_scales(linear.scales, linear.n)
+            scales = unpack_scales(linear.scales, linear.rows)
             stacked = torch.stack((scales, torch.zeros_like(scales)), -1)
             linear.cpu_scales_zeros = stacked.transpose(0, 1).bfloat16().contiguous()
             linear.qweight = linear.scales = torch.empty(0, device="cuda")

@@ -34,9 +34,9 @@ class Listening:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+    def layer_by_layer(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> Iterator[torch.Tensor]:
         self.received += ids.tolist()
-        return self._model(ids, positions, cache)  # type: ignore[no-any-return]
+        yield from self._model.layer_by_layer(ids, positions, cache)
 
 
 class SpeakingEngine(Engine):
@@ -244,8 +244,8 @@ def _breaking(model: Any) -> Any:
         def __getattr__(self, name: str) -> Any:
             return getattr(model, name)
 
-        def __call__(self, *arguments: Any) -> Any:
-            model(*arguments)
+        def layer_by_layer(self, *arguments: Any) -> Iterator[torch.Tensor]:
+            yield from model.layer_by_layer(*arguments)
             raise RuntimeError("the card is gone")
 
     return Breaking()

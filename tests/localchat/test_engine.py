@@ -37,8 +37,10 @@ def model() -> Model:
     return made
 
 
-def prefill(engine: Engine, ids: list[int]) -> list[int]:
-    return list(engine.prefill(ids))
+def prefill(engine: Engine, ids: list[int], snapshot_at: int | None = None) -> list[int]:
+    """What a prefill says when a chunk is done; how often it looks up within one is a matter of time."""
+    before = len(engine.ids)
+    return [done for done in engine.prefill(ids, snapshot_at) if done == len(engine.ids) - before]
 
 
 def test_prefill_reports_its_chunks_and_counts_what_it_forwarded(model: Model) -> None:
@@ -53,7 +55,8 @@ def test_a_closed_prefill_keeps_whole_chunks(model: Model) -> None:
     engine = Engine(model, 1000)
     ids = [i % 100 for i in range(700)]
     steps = engine.prefill(ids)
-    next(steps)
+    while next(steps) < ReferenceOps.prefill_chunk:
+        continue
     steps.close()
     assert engine.ids == ids[: ReferenceOps.prefill_chunk]
     assert engine.cache.length == ReferenceOps.prefill_chunk
@@ -61,6 +64,28 @@ def test_a_closed_prefill_keeps_whole_chunks(model: Model) -> None:
     fresh = Engine(model, 1000)
     prefill(fresh, ids)
     assert list(engine.generate(GREEDY, (), 5)) == list(fresh.generate(GREEDY, (), 5))
+
+
+def test_a_prefill_looks_up_between_layers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a layer takes, the caller gets a word after each, and nothing of the chunk counts before its end."""
+    monkeypatch.setattr("localchat.engine.LOOK_UP", 0.0)
+    engine = Engine(model, 1000)
+    said = [(done, len(engine.ids)) for done in engine.prefill([i % 100 for i in range(300)])]
+    assert said == [(128, 0), (256, 256), (278, 256), (300, 300)]
+
+
+def test_a_prefill_closed_between_layers_never_began_its_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localchat.engine.LOOK_UP", 0.0)
+    wanted, engine = Engine(model, 1000), Engine(model, 1000)
+    prefill(wanted, [5, 6, 7, 8])
+    prefill(engine, [5, 6])
+    steps = engine.prefill([i % 100 for i in range(300)])
+    assert next(steps) == 128
+    steps.close()
+    assert engine.ids == [5, 6]
+    assert engine.cache.is_at(2)
+    prefill(engine, [7, 8])
+    assert list(engine.generate(GREEDY, (), 5)) == list(wanted.generate(GREEDY, (), 5))
 
 
 def test_generate_caches_all_but_the_last_token(model: Model) -> None:
@@ -196,6 +221,26 @@ def test_presence_penalty_counts_the_reply_only(model: Model) -> None:
     assert set(out) & set(range(50))  # but the prompt's ids are free
 
 
+def test_what_was_seen_follows_every_turn_of_the_conversation(model: Model) -> None:
+    """A reply that is taken back is not seen any more, nor is what a closed prefill had begun."""
+    engine = Engine(model, 200, vocab_size=90)
+    sampling = Sampling(temperature=0.0, presence_penalty=2.0, repetition_penalty=1.5)
+    prefill(engine, [1, 2, 3, 95])  # an id behind the tokenizer's
+    list(engine.generate(sampling, (), 9))
+    engine.rewind(2)
+    prefill(engine, [7, 8, 99])
+    list(engine.generate(sampling, (), 4))
+    replied = 2
+    engine.rewind(5)
+    prefill(engine, [4])
+    fresh = Engine(model, 200, vocab_size=90)
+    prefill(fresh, [1, 2, 7, 8, 99, 4])
+    outs = [list(e.generate(sampling, (), 30, replied=replied)) for e in (engine, fresh)]
+    assert outs[0] == outs[1]
+    assert torch.equal(engine._seen, fresh._seen)
+    assert {i for i in range(90) if fresh._seen[i]} == {i for i in fresh.ids if i < 90}
+
+
 class Recurrent:
     """An engine over a model with recurrent layers, with a look at all that its forward leaves behind."""
 
@@ -204,7 +249,7 @@ class Recurrent:
         self.ids = [(7 * i + i * i // 3) % 260 for i in range(300)]
 
     def prefill(self, start: int, end: int, snapshot_at: int | None = None) -> list[int]:
-        return list(self.engine.prefill(self.ids[start:end], snapshot_at))
+        return prefill(self.engine, self.ids[start:end], snapshot_at)
 
     def state(self) -> list[torch.Tensor]:
         cache = self.engine.cache
@@ -274,7 +319,7 @@ def test_without_a_snapshot_a_recurrent_model_starts_again(recurrent: Recurrent,
 def test_a_model_that_can_be_cut_takes_no_snapshots(model: Model) -> None:
     engine = Engine(model, 1000)
     ids = [i % 100 for i in range(300)]
-    assert list(engine.prefill(ids, snapshot_at=50)) == [256, 300]
+    assert prefill(engine, ids, snapshot_at=50) == [256, 300]
     assert not engine.recurrent
     assert engine.snapshots.nbytes == 0
     assert engine.rewind(77) == 77
@@ -307,6 +352,27 @@ def test_a_step_broken_off_falls_back_to_a_snapshot(
     undisturbed.prefill(0, back)
     undisturbed.prefill(back, 120)
     assert identical(recurrent.state(), undisturbed.state())
+
+
+@pytest.mark.parametrize("boundary", [None, 50])
+def test_a_recurrent_prefill_closed_between_layers_is_back_at_the_boundary(
+    recurrent: Recurrent, monkeypatch: pytest.MonkeyPatch, boundary: int | None
+) -> None:
+    monkeypatch.setattr("localchat.engine.LOOK_UP", 0.0)
+    engine, back = recurrent.engine, boundary or 0
+    recurrent.prefill(0, 60, boundary)
+    recurrent.prefill(60, 100)
+    state = recurrent.state()
+    steps = engine.prefill(recurrent.ids[100:200])
+    while next(steps) <= 40:  # within the second chunk
+        continue
+    steps.close()
+    assert engine.ids == recurrent.ids[:back]
+    assert engine.cache.is_at(back)
+    recurrent.prefill(back, 60)
+    recurrent.prefill(60, 100)
+    for healed, before in zip(recurrent.state(), state, strict=True):
+        torch.testing.assert_close(healed, before)
 
 
 def test_a_fall_back_that_is_interrupted_too_is_made_up_for(

@@ -39,6 +39,13 @@ def test_prefill_line() -> None:
     assert "[####################] 100 %" in statusline.prefill_line(replace(STATS, prefilled_tokens=9999))
 
 
+def test_a_prompt_gets_its_bar_after_a_second_even_before_its_first_layer_is_done() -> None:
+    nothing_yet = replace(STATS, prefilled_tokens=0)
+    assert statusline.prefill_line(replace(nothing_yet, prefill_seconds=0.3)) == ""
+    line = statusline.prefill_line(replace(nothing_yet, prefill_seconds=1.5))
+    assert line == "prefill [--------------------] 0 % - 0/2,700 tok"
+
+
 @pytest.mark.parametrize(
     ("finish", "interrupted", "why"),
     [
