@@ -198,25 +198,42 @@ class Cases:
         yield Case(group, "gated delta net", f"{heads} heads of {dk} x {dv}", tokens, 0, calls, nbytes, flops)
 
     def _weighted(self, x: Tensor) -> Iterator[tuple[list[str], list[Call]]]:
-        """The operations that read matrices, with the names of these, for an input x [T, H]."""
+        """The operations that read matrices, with the names of these, for an input x [T, H].
+
+        Each has what the one before it gives, as in a step.
+        """
         ops, tokens = self.ops, x.shape[0]
+        mlps = [(layer.input_layernorm, layer.post_attention_layernorm, layer.mlp) for layer in self.layers]
+        before, behind, mlp = mlps[0]
+        stream = x
         if self.attention:
-            mixers = [(layer.input_layernorm, layer.self_attn) for layer in self.attention]
-            yield ["qkv"], [partial(ops.norm_linear, x, norm, mixer.qkv_proj) for norm, mixer in mixers]
-            heads = self._random(tokens, self.config.q_size)
-            yield ["o"], [partial(ops.linear_add, heads, mixer.o_proj, x) for _, mixer in mixers]
+            mixers = [(layer.post_attention_layernorm, layer.self_attn) for layer in self.attention]
+            heads = self._heads(tokens, self.config.q_size)
+            yield ["o"], [partial(ops.linear_add, heads, mixer.o_proj, x, norm) for norm, mixer in mixers]
+            stream = ops.linear_add(heads, mixers[0][1].o_proj, x, behind)
+        if self.delta_nets:
+            nets = [(layer.post_attention_layernorm, layer.linear_attn) for layer in self.delta_nets]
+            heads = self._heads(tokens, self.config.linear_value_size)
+            yield ["out"], [partial(ops.linear_add, heads, net.out_proj, x, norm) for norm, net in nets]
+            stream = ops.linear_add(heads, nets[0][1].out_proj, x, behind)
+        yield ["gate_up"], [partial(ops.norm_swiglu, stream, norm, mlp.gate_up_proj) for _, norm, mlp in mlps]
+        inner = ops.norm_swiglu(stream, behind, mlp.gate_up_proj)
+        yield ["down"], [partial(ops.linear_add, inner, mlp.down_proj, x, norm) for norm, _, mlp in mlps]
+        stream = ops.linear_add(inner, mlp.down_proj, x, before)
+        if self.attention:
+            norms = [(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.attention]
+            yield ["qkv"], [partial(ops.norm_linear, stream, norm, linear) for norm, linear in norms]
         if self.delta_nets:
             nets = [(layer.input_layernorm, layer.linear_attn) for layer in self.delta_nets]
             yield (
                 ["in_proj", "ba"],
-                [partial(ops.norm_linears, x, norm, net.in_proj_qkvz, net.in_proj_ba) for norm, net in nets],
+                [partial(ops.norm_linears, stream, norm, net.in_proj_qkvz, net.in_proj_ba) for norm, net in nets],
             )
-            heads = self._random(tokens, self.config.linear_value_size)
-            yield ["out"], [partial(ops.linear_add, heads, net.out_proj, x) for _, net in nets]
-        mlps = [(layer.post_attention_layernorm, layer.mlp) for layer in self.layers]
-        yield ["gate_up"], [partial(ops.norm_swiglu, x, norm, mlp.gate_up_proj) for norm, mlp in mlps]
-        inner = ops.norm_swiglu(x, mlps[0][0], mlps[0][1].gate_up_proj)
-        yield ["down"], [partial(ops.linear_add, inner, mlp.down_proj, x) for _, mlp in mlps]
+
+    def _heads(self, tokens: int, size: int) -> Tensor:
+        """What a mixer gives: of one token fp16."""
+        heads = self._random(tokens, size)
+        return heads.half() if tokens == 1 else heads
 
     def _all(self, name: str) -> list[Linear]:
         if name == "ba":
@@ -286,7 +303,7 @@ class Cases:
 def _packed_product(y: Tensor, scale: Tensor, linear: Linear, residual: Tensor | None) -> Call:
     if linear.bits == 4:
         stored = (linear.qweight, linear.scales, linear.mins, linear.bias, residual)
-        return partial(int4_matmul, y, scale, *stored)
+        return partial(int4_matmul, y, scale, *stored, rows=linear.rows)
     return partial(int8_matmul, y, scale, linear.weight, linear.scales, linear.bias, residual)
 
 

@@ -28,7 +28,7 @@ def tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
     parts = result if isinstance(result, list | tuple) else vars(result).values()
-    return [tensor for part in parts if part is not None for tensor in tensors(part)]
+    return [tensor for part in parts if part is not None and not isinstance(part, float) for tensor in tensors(part)]
 
 
 def run_first(calls: Sequence[Callable[[], Any]]) -> float:
