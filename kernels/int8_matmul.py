@@ -13,8 +13,9 @@ from localchat.kernels.int4_matmul import GEMM_WARPS, gemm_tokens
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 
-# Rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md.
-GEMV_ROWS, GEMV_K, GEMV_WARPS = 2, 1024, 2
+# Rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps' weights are asked
+# for at once: all of a row of an lm_head.
+GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
 GEMM_K = 64  # with 128, tiles of 64 tokens do not fit into registers
 
 
@@ -24,6 +25,27 @@ def int8_matmul_reference(x: Tensor, weight: Tensor, scales: Tensor, bias: Tenso
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+@triton.jit
+def _weights(w_row, first, K, in_range, BLOCK_K: tl.constexpr, STEPS: tl.constexpr):
+    """Codes of STEPS steps from input `first` on, each [ROWS, BLOCK_K]."""
+    weights = ()
+    for step in tl.static_range(STEPS):
+        k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = in_range[:, None] & (k < K)[None, :]
+        w = tl.load(w_row + k[None, :], mask=mask, other=0, eviction_policy="evict_first")
+        weights = weights + (w,)  # type: ignore[assignment] # noqa: RUF005 -- the one way that Triton knows
+    return weights
+
+
+@triton.jit
+def _add_products(acc, weights, x_ptr, first, K, BLOCK_K: tl.constexpr, STEPS: tl.constexpr):
+    for step in tl.static_range(STEPS):
+        k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
+        acc += weights[step].to(tl.float32) * x[None, :]
+    return acc
 
 
 @triton.jit
@@ -44,20 +66,20 @@ def _int8_gemv_kernel(
     HAS_RES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """ROWS outputs of one token. The first weights are on their way while the kernel before still works."""
     let_next_start(PDL)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_range = n < N
     w_row = w_ptr + n.to(tl.int64)[:, None] * K
-    acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    weights = _weights(w_row, 0, K, in_range, BLOCK_K, STEPS)
     wait_for_previous(PDL)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
-        mask = in_range[:, None] & (k < K)[None, :]
-        w = tl.load(w_row + k[None, :], mask=mask, other=0, eviction_policy="evict_first")
-        acc += w.to(tl.float32) * x[None, :]
+    acc = _add_products(tl.zeros([ROWS, BLOCK_K], tl.float32), weights, x_ptr, 0, K, BLOCK_K, STEPS)
+    for first in range(BLOCK_K * STEPS, K, BLOCK_K * STEPS):
+        weights = _weights(w_row, first, K, in_range, BLOCK_K, STEPS)
+        acc = _add_products(acc, weights, x_ptr, first, K, BLOCK_K, STEPS)
     y = tl.sum(acc, axis=1) * tl.load(s_ptr + n, mask=in_range, other=0)
     y *= tl.sum(row_factors(row_scale_ptr, tl.arange(0, 1), 1, parts, K, eps, SQUARES), 0)
     if HAS_BIAS:
@@ -150,6 +172,7 @@ def int8_matmul(
             **flags,
             ROWS=GEMV_ROWS,
             BLOCK_K=GEMV_K,
+            STEPS=gemv_steps(k),
             num_warps=GEMV_WARPS,
             **pdl_options(x),
         )
@@ -165,6 +188,17 @@ def int8_matmul(
         num_stages=3,
     )
     return y
+
+
+def gemv_steps(k: int) -> int:
+    """Steps whose weights are asked for at once: as few equal parts of a row as GEMV_STEPS allows.
+
+    One where rows do not begin at a multiple of 16 bytes: their loads are narrow and would take all registers.
+    """
+    if k % 16:
+        return 1
+    steps = triton.cdiv(k, GEMV_K)
+    return triton.cdiv(steps, triton.cdiv(steps, GEMV_STEPS))
 
 
 def dequantize_int8(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:

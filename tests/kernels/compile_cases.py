@@ -226,11 +226,11 @@ def _product_cases() -> list[Case]:
             )
         )
     pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 512}
-    vector = {**flags, "ROWS": int8_matmul.GEMV_ROWS, "BLOCK_K": int8_matmul.GEMV_K}
+    vector = {**flags, "ROWS": int8_matmul.GEMV_ROWS, "BLOCK_K": int8_matmul.GEMV_K, "STEPS": int8_matmul.GEMV_STEPS}
     gemv, gemm = "int8_matmul._int8_gemv_kernel", "int8_matmul._int8_gemm_kernel"
     return [
         *cases,
-        Case("int8_gemv", gemv, f"{pointers} i32 i32 i32 fp32", vector, int8_matmul.GEMV_WARPS),
+        Case("int8_gemv", gemv, f"{pointers} i32 i32:16 i32 fp32", vector, int8_matmul.GEMV_WARPS),
         *(
             Case(
                 f"int8_gemm {tokens} tokens",
