@@ -68,6 +68,20 @@ class Shards:
             tensor: Tensor = self._files[path].get_tensor(name)
         return tensor
 
+    def read(self, name: str) -> Tensor:
+        """The tensor `name` in memory of its own. (Pages of a mapped file count as the process's once they are read.)
+
+        Raises:
+            BadCheckpoint: see `span`, or its bytes cannot be read.
+        """
+        span = self.span(name)
+        tensor = torch.empty(span.shape, dtype=span.dtype)
+        with _translated(span.path), span.path.open("rb") as file:
+            file.seek(span.start)
+            if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) != span.nbytes:
+                raise OSError(f"it ends in the middle of {name}")
+        return tensor
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of `name`, read from the header alone."""
         return tuple(self._slice(name).get_shape())
