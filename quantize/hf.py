@@ -14,7 +14,7 @@ from localchat.config import ModelConfig, read_json
 from localchat.errors import BadCheckpoint, UserError
 from localchat.quantize import qwen3_5
 from localchat.quantize.source import TEXT_FILES, Source
-from localchat.shards import Shards, open_shards
+from localchat.shards import Shards, Span, open_shards
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.")
 # Buffers that old checkpoints carry; they follow from the config.
@@ -53,9 +53,16 @@ class HFSource(Source):
                 del self._stored[name], self.shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """See Source.read; the tensor is mapped from its file."""
-        tensor = self._shards.get(self._stored[name])
-        return qwen3_5.ours(name, tensor, self.model_config, zero_centred=True) if self._hybrid else tensor
+        """See Source.read."""
+        return self.formed(name, self._shards.read(self._stored[name]))
+
+    def span(self, name: str) -> Span | None:
+        """See Source.span."""
+        return self._shards.span(self._stored[name])
+
+    def formed(self, name: str, stored: Tensor) -> Tensor:
+        """See Source.formed."""
+        return qwen3_5.ours(name, stored, self.model_config, zero_centred=True) if self._hybrid else stored
 
     def nbytes(self, name: str) -> int:
         """See Source.nbytes."""

@@ -6,7 +6,7 @@ source with its config before anything is written.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from localchat.config import ModelConfig
 from localchat.errors import BadCheckpoint
+from localchat.shards import Span
 
 # Files of a model folder that the chat needs beside the weights.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -22,12 +23,36 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json
 Grid = tuple[Tensor, Tensor]
 
 
+class Arrival(ABC):
+    """How the files of a source come, where they do so while it is converted: in an order, and not for long."""
+
+    @abstractmethod
+    def rank(self, name: str) -> int:
+        """How many files come before the one that holds the tensor `name`."""
+
+    @abstractmethod
+    def most_bytes(self, steps: Sequence[Collection[str]]) -> int:
+        """The most that the files take on the disk at once, if tensors are needed in this order."""
+
+    @abstractmethod
+    def keep(self, names: Collection[str]) -> None:
+        """These tensors will still be read. The files that hold some of them come; every other one goes."""
+
+    @abstractmethod
+    def arrived_bytes(self) -> int:
+        """How much has come so far."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Let nothing more come; who waits for it gets an error."""
+
+
 class Source(ABC):
     """A checkpoint that can be converted.
 
     kind: "safetensors" or "gguf". name: the path, for messages. config: config.json's content; model_config: the same,
     read. shapes: canonical tensor name -> shape. coarse_grid: the weights already lie on a 4-bit grid with groups of
-    32, so that only the same grid keeps them.
+    32, so that only the same grid keeps them. arrival: None where all of it is here.
     """
 
     kind: str
@@ -36,6 +61,7 @@ class Source(ABC):
     model_config: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
     coarse_grid: bool = False
+    arrival: Arrival | None = None
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -44,6 +70,14 @@ class Source(ABC):
         Raises:
             BadCheckpoint: its bytes cannot be read.
         """
+
+    def span(self, name: str) -> Span | None:
+        """Where the bytes lie that `formed` makes the tensor from, or None where `read` is the only way to it."""
+        return None
+
+    def formed(self, name: str, stored: Tensor) -> Tensor:
+        """The tensor under its canonical name from what its span holds, on any device."""
+        return stored
 
     def grid(self, name: str) -> Grid | None:
         """Where the levels of a 4-bit source lie, or None: for groups of 32 inputs, w = scale * code + min."""
