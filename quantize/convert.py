@@ -9,9 +9,10 @@ unfinished one can never be taken for a model; its journal says what is done, fo
 
 import hashlib
 import json
+import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,17 +23,16 @@ import torch
 from torch import Tensor
 
 from localchat import __version__
-from localchat.config import TensorFormat
+from localchat.config import ModelConfig
 from localchat.errors import UserError
-from localchat.kernels.int4_packing import LAYOUT, VERSION, pack
+from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.quantize.journal import Done, Journal
+from localchat.quantize.pack_matrix import pack_matrix
 from localchat.quantize.plan import Matrix, Recipe, check_recipe, packed_config, plan, upper_size
 from localchat.quantize.read_ahead import Loaded, ReadAhead
-from localchat.quantize.scales import quantize_int4, quantize_int8_rows
-from localchat.quantize.source import Grid, Source, check, has_mtp
-from localchat.quantize.steps import Step, biases_of, source_bytes, steps_of, weights_of
-from localchat.quantize.target import check_target, downloads_path, move_into_place, partial_folder
-from localchat.quantize.threads import worker_pool
+from localchat.quantize.source import Source, check, has_mtp
+from localchat.quantize.steps import Step, source_bytes, steps_of
+from localchat.quantize.target import DOWNLOADS, check_target, move_into_place, partial_folder
 from localchat.quantize.writer import ShardWriter, write_file
 from localchat.transfer import check_disk_space
 
@@ -81,8 +81,12 @@ def default_recipe(source: Source | Path) -> Recipe:
     """Groups of 128 without min; groups of 32 with min for small models and for what is such a grid already."""
     with ExitStack() as stack:
         opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
-        fine = opened.model_config.hidden_size < _SMALL or opened.coarse_grid
-    return Recipe(group_size=32, symmetric=False) if fine else Recipe()
+        return recipe_for(opened.model_config, opened.coarse_grid)
+
+
+def recipe_for(config: ModelConfig, coarse_grid: bool = False) -> Recipe:
+    """The same, of a checkpoint that is not here yet."""
+    return Recipe(group_size=32, symmetric=False) if config.hidden_size < _SMALL or coarse_grid else Recipe()
 
 
 def convert(
@@ -125,6 +129,7 @@ def convert(
             write_file(partial / name, content)
         config = packed_config(opened, matrices, recipe, source_id, revision)
         write_file(partial / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+        shutil.rmtree(partial / DOWNLOADS, ignore_errors=True)
         Journal(partial).remove()
         move_into_place(partial, out)
 
@@ -181,7 +186,7 @@ class _Conversion:
         here = sum(entry.end - entry.start for step in done for entry in step.entries)
         wanted = self._room - here
         if arrival := self._source.arrival:
-            downloaded = sum(file.stat().st_size for file in self._folder.glob(f"{downloads_path(Path()).name}/*"))
+            downloaded = sum(file.stat().st_size for file in self._folder.glob(f"{DOWNLOADS}/*"))
             wanted += max(0, arrival.most_bytes([step.reads for step in self._steps[len(done) :]]) - downloaded)
         check_disk_space(self._folder, wanted)
 
@@ -237,9 +242,7 @@ class _Conversion:
             for tensor in loaded.tensors.values():
                 if tensor.is_cuda:  # another stream's memory, which this one is going to read
                     tensor.record_stream(torch.cuda.current_stream(self._device))
-            return pack_matrix(matrix, loaded, self._recipe.search, None)
-        with worker_pool() as pool:
-            return pack_matrix(matrix, loaded, self._recipe.search, pool)
+        return pack_matrix(matrix, loaded, self._recipe.search)
 
     def _ready(self) -> torch.cuda.Event | None:
         """When the card has done what was asked of it up to now."""
@@ -260,47 +263,3 @@ class _Conversion:
             "program": f"localchat {__version__}, torch {torch.__version__}",
             "device": torch.cuda.get_device_name(self._device) if on_card else "cpu",
         }
-
-
-def pack_matrix(matrix: Matrix, loaded: Loaded, search: bool, pool: Executor | None) -> dict[str, Tensor]:
-    """The tensors of one matrix as stored, by name; the loaded ones are used up."""
-    norm = loaded.tensors.pop(matrix.norm).float().square() if matrix.norm else None
-    parts = []
-    for name in weights_of(matrix):
-        w = loaded.tensors.pop(name)
-        parts.append(_pack_part(w, matrix.format, norm, search, loaded.grids[name], pool))
-        del w
-    stored = {}
-    for kind in list(parts[0]):
-        if kind == "codes":  # words of rows that are no multiple of a tile's could not be stacked
-            codes = _stack([part.pop(kind) for part in parts])
-            stored[f"{matrix.name}.qweight"] = pack(codes, matrix.format.group_size)
-            del codes
-        else:
-            stored[f"{matrix.name}.{kind}"] = _stack([part.pop(kind) for part in parts])
-    if matrix.bias:
-        stored[f"{matrix.name}.bias"] = _stack([loaded.tensors.pop(name) for name in biases_of(matrix)])
-    return stored
-
-
-def _pack_part(
-    w: Tensor, format_: TensorFormat, energy: Tensor | None, search: bool, grid: Grid | None, pool: Executor
-) -> dict[str, Tensor]:
-    if format_.bits == 16:
-        return {"weight": w}
-    if format_.bits == 8:
-        codes, scales = quantize_int8_rows(w, pool)
-        return {"weight": codes, "scales": scales}
-    codes, scales, mins = quantize_int4(w, format_.group_size, format_.symmetric, energy, search, grid, pool)
-    tensors = {"codes": codes, "scales": scales}
-    return tensors if mins is None else {**tensors, "mins": mins}
-
-
-def _stack(parts: list[Tensor]) -> Tensor:
-    """Parts above each other, in the widest of their dtypes."""
-    if len(parts) == 1:
-        return parts[0]
-    dtype = parts[0].dtype
-    for part in parts[1:]:
-        dtype = torch.promote_types(dtype, part.dtype)
-    return torch.cat([part.to(dtype) for part in parts])

@@ -64,6 +64,10 @@ class HFSource(Source):
         """See Source.formed."""
         return qwen3_5.ours(name, stored, self.model_config, zero_centred=True) if self._hybrid else stored
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._shards.names[self._stored[name]]
+
     def nbytes(self, name: str) -> int:
         """See Source.nbytes."""
         size = _FLOATS[self._shards.dtype(self._stored[name])]
@@ -86,8 +90,8 @@ class HFSource(Source):
         self._shards.close()
 
 
-def open_hf(folder: Path) -> HFSource:
-    """Open a model folder.
+def open_hf(folder: Path, shards: Shards | None = None) -> HFSource:
+    """Open a model folder; `shards` are its weights, where they are not in it.
 
     Raises:
         BadCheckpoint: config or files are damaged, quantised by another tool, or would be computed wrongly.
@@ -99,7 +103,7 @@ def open_hf(folder: Path) -> HFSource:
         raise UserError(f"{folder}: is already packed by localchat; quantise the original model instead.")
     if model_config.foreign_quantization is not None:
         raise _already_quantised(folder, str(model_config.foreign_quantization.get("quant_method", "another tool")))
-    shards = open_shards(folder)
+    shards = shards or open_shards(folder)
     try:
         return HFSource(folder, config, shards)
     except BadCheckpoint:

@@ -49,7 +49,7 @@ class Journal:
             raise UserError(
                 f"{self._path.parent}: was begun with another {differing[0]} ({first.get(differing[0])}, now "
                 f"{identity[differing[0]]}), so it cannot be continued.",
-                "without --resume it is begun anew.",
+                f"delete {self._path.parent} to begin anew.",
             )
         return [Done(line["step"], tuple(map(_entry, line["entries"]))) for line in lines]
 

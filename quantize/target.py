@@ -18,7 +18,7 @@ from localchat.errors import BadCheckpoint, UserError
 
 # The names a conversion writes, and the folder of what it downloads meanwhile.
 _OURS = re.compile(r"shard-\d+|model-\d+-of-\d+\.safetensors|[a-z_.]+\.jsonl?|chat_template\.jinja")
-_DOWNLOADS = "download"
+DOWNLOADS = "download"
 
 
 def check_target(source: Path, out: Path, overwrite: bool) -> None:
@@ -47,7 +47,7 @@ def partial_path(out: Path) -> Path:
 
 def downloads_path(out: Path) -> Path:
     """Where files lie that are only there until they are converted."""
-    return partial_path(out) / _DOWNLOADS
+    return partial_path(out) / DOWNLOADS
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def partial_folder(out: Path, *, resume: bool = False) -> Iterator[Path]:
 def _is_ours(path: Path) -> bool:
     """Whether a conversion writes something of this name."""
     if path.is_dir():
-        return path.name == _DOWNLOADS and not path.is_symlink()
+        return path.name == DOWNLOADS and not path.is_symlink()
     return _OURS.fullmatch(path.name) is not None
 
 
