@@ -127,12 +127,13 @@ class ShardFeed:
 
     def _run(self) -> None:
         """One thread: the next file that may come, until there is none."""
-        while not self._stop.is_set():
+        while True:
             with self._news:
-                file = self._next()
-                if file is None:
+                while not self._stop.is_set() and self._next() is None:
                     self._news.wait()
-                    continue
+                file = self._next()
+                if self._stop.is_set() or file is None:
+                    return
                 self._begun.add(file)
             try:
                 self._fetch(file)

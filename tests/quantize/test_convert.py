@@ -1,7 +1,6 @@
 """Conversions end to end: what is in the packed folder, and that a failure leaves nothing."""
 
 import json
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from localchat.config import TensorFormat, load_config
 from localchat.errors import BadCheckpoint, UsageError, UserError
 from localchat.kernels.int4_packing import dequantize, dequantize_rows, padded_rows
 from localchat.quantize.convert import Progress, Recipe, convert, default_recipe, open_source
-from localchat.quantize.hf import HFSource, open_hf
+from localchat.quantize.hf import open_hf
 from localchat.shards import Shards, open_shards
 
 Make = Callable[..., Any]
@@ -332,24 +331,3 @@ def test_default_recipe(make_hf: Make, make_gguf: Make, config_of: Make, weights
     with open_source(make_gguf(config_of(), weights_of(config_of()), Type.Q4_0)) as source:
         source.model_config = large
         assert default_recipe(source) == Recipe(32, False)
-
-
-def test_one_matrix_in_memory_at_a_time(make_hf: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the tensors read from the source, those of one matrix at most are alive when the next one is read."""
-    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    most = 0
-    read = HFSource.read
-
-    def counting(self: HFSource, name: str) -> Tensor:
-        nonlocal most
-        tensor = read(self, name).clone()
-        alive.add(tensor)
-        most = max(most, sum(t.nbytes for t in alive))
-        return tensor
-
-    monkeypatch.setattr(HFSource, "read", counting)
-    source = make_hf(num_hidden_layers=4)
-    packed(source, tmp_path / "out")
-    with open_hf(source) as opened:
-        sizes = sorted((opened.nbytes(name) for name in opened.shapes), reverse=True)
-    assert most <= sizes[0] + 64 * 4  # the largest tensor, and one norm
