@@ -14,6 +14,7 @@ from localchat.errors import BadCheckpoint, UsageError
 from localchat.quantize import dry_run
 from localchat.quantize.convert import Recipe, convert, open_source
 from localchat.quantize.dry_run import plan_lines
+from localchat.quantize.plan import plan
 from localchat.shards import open_shards
 
 Make = Callable[..., Any]
@@ -49,6 +50,11 @@ def test_it_is_what_is_written(make_hf: Make, tmp_path: Path, arch: str, recipe:
             written.get(f"{name}.weight"),
         )
     assert {name for name in stems if f"{name}.qweight" in written or f"{name}.scales" in written} <= set(rows)
+    with open_source(source) as opened:
+        planned = plan(opened.model_config, recipe, mtp=False)
+        exact = {m.name: dry_run._size(m, opened) for m in planned}
+    for name, size in exact.items():
+        assert size == sum(b for tensor, b in written.items() if tensor.rpartition(".")[0] == name), name
     total = next(float(m[1]) for m in (re.match(r"total ([\d.]+) GB", line) for line in lines) if m)
     assert total == pytest.approx(sum(written.values()) / 1e9, abs=0.0051)
     other = next(float(m[1]) for m in (re.search(r"other tensors .* ([\d.]+) MB", line) for line in lines) if m)

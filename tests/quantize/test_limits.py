@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from localchat.config import ModelConfig
 from localchat.errors import UserError
 from localchat.quantize import writer
 from localchat.quantize.convert import Recipe, convert
+from localchat.quantize.gguf import open_gguf
 from localchat.quantize.hf import HFSource, open_hf
 from localchat.quantize.source import Source, expected_shapes
 
@@ -96,6 +98,25 @@ def test_tensors_of_two_steps_are_in_memory_at_most(
         steps = [2 * opened.nbytes("layers.0.mlp.gate_proj.weight"), opened.nbytes("layers.0.mlp.down_proj.weight")]
         assert steps[0] < most <= sum(steps) + 4 * 64 * 4  # the largest two neighbours, and norms
         assert most < sum(map(opened.nbytes, opened.shapes)) / 4
+
+
+def test_a_gguf_file_does_not_stay_in_memory(make_gguf: Make, config_of: Make, weights_of: Make) -> None:
+    """It is mapped: pages that were read count until they are given back."""
+
+    def mapped() -> int:
+        found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return 1024 * int(found[1])
+
+    config = config_of(hidden_size=512, head_dim=128, intermediate_size=2048, num_hidden_layers=4)
+    path = make_gguf(config, weights_of(config))
+    assert path.stat().st_size > 60e6
+    with open_gguf(path) as opened:
+        before = mapped()
+        for name in opened.shapes:
+            opened.read(name)
+            opened.grid(name)
+        assert mapped() - before < 10e6
 
 
 @pytest.fixture

@@ -230,6 +230,19 @@ def test_lost_pieces(make_hf: Make, tmp_path: Path, lost: str) -> None:
     assert content(tmp_path / "out") == wanted
 
 
+def test_shards_that_have_their_names_already_are_kept(make_hf: Make, tmp_path: Path) -> None:
+    """As a kill in the middle of the last renames leaves them."""
+    source = make_hf(num_hidden_layers=3)
+    wanted = undisturbed(source, tmp_path / "wanted")
+    partial = begun(source, tmp_path / "out", 13)
+    for number in (1, 2):
+        (partial / f"shard-{number:05d}").rename(partial / f"model-{number:05d}-of-00009.safetensors")
+    done = recorded(partial)
+    steps = list(convert(source, tmp_path / "out", RECIPE, resume=True))
+    assert not {step.tensor for step in steps} & set(done)
+    assert content(tmp_path / "out") == wanted
+
+
 @pytest.mark.parametrize("what", ["recipe", "source", "checkpoint"])
 def test_another_conversion_is_not_continued(make_hf: Make, tmp_path: Path, what: str) -> None:
     source = make_hf()
