@@ -274,7 +274,7 @@ def _print_plan(args: argparse.Namespace, path: Path | None, out: Path | None) -
             source, coarse = None, False
             config = hub.config_of(args.source)
         recipe = _recipe(args, recipe_for(config, coarse))
-        for line in plan_lines(config, recipe, source, out.parent if out else store.cache_dir()):
+        for line in plan_lines(config, recipe, source, out.absolute().parent if out else store.cache_dir()):
             print(line)
 
 

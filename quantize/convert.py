@@ -248,7 +248,8 @@ class _Conversion:
         """When the card has done what was asked of it up to now."""
         if self._device.type != "cuda":
             return None
-        return torch.cuda.current_stream(self._device).record_event()
+        ready: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return ready
 
     def _identity(self, origin: str) -> dict[str, Any]:
         """What must be the same for a conversion to be continued with the same bytes."""

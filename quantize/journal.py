@@ -41,9 +41,10 @@ class Journal:
         Raises:
             UserError: that one was of another source or made otherwise, so that its work cannot be used.
         """
-        first, *lines = self._lines() or [None]
-        if first is None:
+        lines = self._lines()
+        if not lines:
             return []
+        first = lines.pop(0)
         differing = [key for key in identity if first.get(key) != identity[key]]
         if differing:
             raise UserError(

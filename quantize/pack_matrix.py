@@ -47,7 +47,7 @@ def _packed(matrix: Matrix, loaded: Loaded, search: bool, pool: Executor | None)
 
 
 def _pack_part(
-    w: Tensor, format_: TensorFormat, energy: Tensor | None, search: bool, grid: Grid | None, pool: Executor
+    w: Tensor, format_: TensorFormat, energy: Tensor | None, search: bool, grid: Grid | None, pool: Executor | None
 ) -> dict[str, Tensor]:
     if format_.bits == 16:
         return {"weight": w}
