@@ -53,6 +53,26 @@ def test_it_is_the_cpus(make_hf: Make, tmp_path: Path, arch: str, recipe: Recipe
                 assert float((got - wanted).abs().max()) <= (1 if cpu.dtype(name) == "I8" else 0), name
 
 
+def awq(n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a random matrix, whose weights are not used."""
+    words = [torch.randint(-(2**31), 2**31, (rows, n // 8)).to(torch.int32) for rows in (k, k // 32)]
+    scales = (torch.rand(k // 32, n) / 64 + 0.001).half()
+    return {"qweight": words[0], "qzeros": words[1], "scales": scales}, torch.zeros(n, k)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(32, False), Recipe(32, False, exact=False)], ids=["exact", "narrow"])
+def test_kept_codes_are_the_cpus_bit_for_bit(make_quantised: Make, tmp_path: Path, recipe: Recipe) -> None:
+    source, _ = make_quantised(awq, {"quant_method": "awq", "bits": 4, "group_size": 32})
+    for device in ("cuda", "cpu"):
+        list(convert(source, tmp_path / device, recipe, device=device))
+    with open_shards(tmp_path / "cuda") as card, open_shards(tmp_path / "cpu") as cpu:
+        assert set(card.names) == set(cpu.names)
+        kept = [name for name in cpu.names if name.startswith("layers.") and "norm" not in name]
+        assert kept
+        for name in kept:
+            assert card.dtype(name) == cpu.dtype(name) and torch.equal(card.get(name), cpu.get(name)), name
+
+
 def test_each_time_the_same_bytes_also_in_two_runs(
     make_hf: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

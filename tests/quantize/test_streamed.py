@@ -398,7 +398,13 @@ def test_what_another_tool_has_quantised(
     assert lost in capsys.readouterr().err
     shards = opened(tmp_path / "download")
     with shards.feed, open_streamed(shards) as model:
-        assert any(len(model.files_of(name)) > 1 for name in model.shapes)
+        split = [name for name in model.shapes if len(model.files_of(name)) > 1]
+        assert split
+        for name in split:
+            last = max(shards.feed.files.index(file.name) for file in model.files_of(name))
+            assert model.arrival is not None and model.arrival.rank(name) == last
+            model.arrival.keep([name])
+            assert set(shards.feed._wanted) == {file.name for file in model.files_of(name)}
         assert default_recipe(model) == recipe
 
 
