@@ -122,7 +122,7 @@ def _fetch(
         up = _words(w_ptr, block, tile, words_k, 0, WHOLE, EVEN, USE_PTX, PARTS)
         low = _words(w_ptr, block, tile, words_k, 8, WHOLE, EVEN, USE_PTX, PARTS)
         s = _scales(s_ptr, m_ptr, block, first, words_k, 0, G8, HAS_MIN, RAW, WIDE, EVEN, USE_PTX, PARTS)
-        fetched = fetched + ((up, low, s),)  # type: ignore[assignment] # noqa: RUF005 -- the one way that Triton knows
+        fetched = fetched + ((up, low, s),)  # type: ignore[assignment]  # noqa: RUF005 -- Triton knows no other way
     return fetched
 
 

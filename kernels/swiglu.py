@@ -22,7 +22,7 @@ _WHOLE = 32768
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2I] -> [T, I]."""
-    gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate_up.float().reshape(*gate_up.shape[:-1], -1, 2).unbind(-1)
     y: Tensor = torch.nn.functional.silu(gate) * up
     return y.to(gate_up.dtype)
 

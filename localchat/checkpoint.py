@@ -73,8 +73,9 @@ def _compare_names(folder: Path, wanted: set[str], got: set[str]) -> None:
 
 
 def _check(folder: Path, name: str, got: Span, wanted: Tensor) -> None:
-    """A tensor has its format's shape; integers have their dtype, floats may be wider or narrower."""
-    kinds_agree = got.dtype == wanted.dtype or (got.dtype.is_floating_point and wanted.is_floating_point())
+    """A tensor has its format's shape; integers have their dtype, floats may be wider or narrower, but no bytes."""
+    is_float = got.dtype.is_floating_point and got.dtype.itemsize > 1
+    kinds_agree = got.dtype == wanted.dtype or (is_float and wanted.is_floating_point())
     if got.shape != wanted.shape or not kinds_agree:
         raise BadCheckpoint(
             f"{folder}: {name} is {got.dtype} {list(got.shape)}, wanted {wanted.dtype} {list(wanted.shape)}."

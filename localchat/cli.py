@@ -154,7 +154,8 @@ def _quantize(args: argparse.Namespace) -> int:
     from localchat.prepare import quantize
 
     folder = quantize(args)
-    print(f"localchat: wrote {folder}", file=sys.stderr)
+    if folder is not None:
+        print(f"localchat: wrote {folder}", file=sys.stderr)
     return 0
 
 

@@ -59,7 +59,7 @@ def download(todo: Plan) -> Generator[Progress | Notice, None, Path]:
     threads = [
         # Daemons: Ctrl-C must not wait for a stalled connection.
         threading.Thread(target=work.run, name="download", daemon=True)
-        for _ in range(min(_STREAMS, max(1, sum(map(_is_large, work.sizes)))))
+        for _ in range(min(_STREAMS, max(1, sum(map(is_large, work.sizes)))))
     ]
     for thread in threads:
         thread.start()
@@ -72,7 +72,8 @@ def download(todo: Plan) -> Generator[Progress | Notice, None, Path]:
     if work.error is not None:
         raise work.error
     yield from map(Notice, work.take_notices())
-    _remove_old_parts(todo)
+    if any(is_large(file) for file in work.sizes):
+        _remove_old_parts(todo)
     return work.folder
 
 
@@ -81,7 +82,7 @@ class _Work:
 
     def __init__(self, todo: Plan) -> None:
         self.todo = todo
-        self.sizes = dict(sorted(todo.files, key=lambda item: _is_large(item[0])))  # small ones first
+        self.sizes = dict(sorted(todo.files, key=lambda item: is_large(item[0])))  # small ones first
         self.stop = threading.Event()
         self.error: Exception | None = None
         self.folder = Path()
@@ -124,7 +125,7 @@ class _Work:
 
         repo, revision, size = self.todo.source_id, self.todo.revision, self.sizes[file]
         cached = isinstance(try_to_load_from_cache(repo, file, revision=revision), str)
-        if _is_large(file) and not cached and size < constants.MAX_HTTP_DOWNLOAD_SIZE:
+        if is_large(file) and not cached and size < constants.MAX_HTTP_DOWNLOAD_SIZE:
             self._weights(file)
         # Small files, and for a blob that is there only the link to it.
         path = hf_hub_download(repo, file, revision=revision, tqdm_class=_counting_bar(self._count(file), self.stop))
@@ -132,31 +133,80 @@ class _Work:
 
     def _weights(self, file: str) -> None:
         """Bring a file's content to its place among the cache's blobs."""
-        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-
-        url = hf_hub_url(self.todo.source_id, file, revision=self.todo.revision, endpoint=constants.ENDPOINT)
-        metadata = get_hf_file_metadata(url, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        if not metadata.etag or not _SAFE_NAME.fullmatch(metadata.etag) or not metadata.size:
+        url, size, etag = located(self.todo, file)
+        if not etag or not _SAFE_NAME.fullmatch(etag) or not size:
             return  # no hub that this program knows: huggingface_hub may
-        blob = _blobs(self.todo.source_id) / metadata.etag
-        blob.parent.mkdir(parents=True, exist_ok=True)
-        part = _part(blob)
+        blob = _blobs(self.todo.source_id) / etag
+        FileDownload(file, self._count(file), self.stop, self._notices).run(url, size, etag, blob)
+
+    def _count(self, file: str) -> "Counter":
+        return Counter(self._done, file)
+
+
+def located(todo: Plan, file: str) -> tuple[str, int, str]:
+    """Where the hub has a file of the plan, its size, and the name of its content; 0 and "" where it does not say."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(todo.source_id, file, revision=todo.revision, endpoint=constants.ENDPOINT)
+    metadata = get_hf_file_metadata(url, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    return url, metadata.size or 0, metadata.etag or ""
+
+
+def first_bytes(url: str, count: int) -> bytes:
+    """The beginning of a file on the hub: `count` bytes, or all where it has no more.
+
+    Raises:
+        Exception: whatever the HTTP client or huggingface_hub had to say.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+    headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes=0-{count - 1}"}
+    got = bytearray()
+    with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
+        if response.status_code >= 400:
+            response.read()
+            hf_raise_for_status(response)
+        for block in response.iter_bytes():
+            got += block
+            if len(got) >= count:  # a server that ignores the range would send all of it
+                break
+    return bytes(got[:count])
+
+
+class FileDownload:
+    """One weight file on its way to its place, by way of a part beside it that a later download goes on with.
+
+    stop: ends it, with Stopped. notices: what a person should read is added here.
+    """
+
+    def __init__(self, file: str, count: "Counter", stop: threading.Event, notices: list[str]) -> None:
+        self._file, self._count, self._stop, self._notices = file, count, stop, notices
+
+    def run(self, url: str, size: int, etag: str, place: Path) -> None:
+        """Bring the whole file to `place`, whose folder is made.
+
+        Raises:
+            ModelNotFound: it arrived damaged, twice.
+        """
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = _part(place)
         part.touch()
         with part.open("r+b") as out:
-            self._lock_part(out, file)
-            if blob.exists():  # somebody else has brought it meanwhile
+            self._lock(out)
+            if place.exists():  # somebody else has brought it meanwhile
                 return
             for attempt in range(2):
-                _Stream(url, out, metadata.size, self._count(file), self.stop, self._notices).run(file)
-                if self._is_whole(out, metadata.etag):
-                    part.replace(blob)
+                _Stream(url, out, size, self._count, self._stop, self._notices).run(self._file)
+                if self._is_whole(out, etag):
+                    part.replace(place)
                     return
                 out.truncate(0)
                 if not attempt:
-                    self._notices.append(f"{file} arrived damaged: it is fetched once more")
-        raise ModelNotFound(f"{file} of {self.todo.source_id} arrived damaged twice: its sha256 is not the hub's.")
+                    self._notices.append(f"{self._file} arrived damaged: it is fetched once more")
+        raise ModelNotFound(f"{self._file} arrived damaged twice: its sha256 is not the hub's.")
 
-    def _lock_part(self, out: BinaryIO, file: str) -> None:
+    def _lock(self, out: BinaryIO) -> None:
         """Only one process writes a part; another waits for it."""
         waiting = False
         while True:
@@ -165,9 +215,9 @@ class _Work:
                 return
             except BlockingIOError:
                 if not waiting:
-                    self._notices.append(f"another process is downloading {file}: waiting for it")
+                    self._notices.append(f"another process is downloading {self._file}: waiting for it")
                 waiting = True
-                if self.stop.wait(0.2):
+                if self._stop.wait(0.2):
                     raise Stopped from None
 
     def _is_whole(self, out: BinaryIO, etag: str) -> bool:
@@ -176,16 +226,13 @@ class _Work:
         out.seek(0)
         seen = hashlib.sha256()
         while block := out.read(_BLOCK):
-            if self.stop.is_set():
+            if self._stop.is_set():
                 raise Stopped
             seen.update(block)
         return seen.hexdigest() == etag
 
-    def _count(self, file: str) -> "_Counter":
-        return _Counter(self._done, file)
 
-
-class _Counter:
+class Counter:
     """Where the bytes of one file are counted."""
 
     def __init__(self, done: dict[str, int], file: str) -> None:
@@ -199,7 +246,7 @@ class _Stream:
     """One file over HTTP, from where its part ends to its own end, through lost connections."""
 
     def __init__(
-        self, url: str, out: BinaryIO, size: int, count: _Counter, stop: threading.Event, notices: list[str]
+        self, url: str, out: BinaryIO, size: int, count: Counter, stop: threading.Event, notices: list[str]
     ) -> None:
         self._url, self._out, self._size = url, out, size
         self._count, self._stop, self._notices = count, stop, notices
@@ -270,7 +317,7 @@ def _is_final(error: Exception) -> bool:
     return response is not None and response.status_code < 500 and response.status_code not in (408, 416, 429)
 
 
-def _counting_bar(count: _Counter, stop: threading.Event) -> Any:
+def _counting_bar(count: Counter, stop: threading.Event) -> Any:
     """A tqdm class that draws nothing: it counts bytes, and ends the download once `stop` is set."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
@@ -288,7 +335,8 @@ def _counting_bar(count: _Counter, stop: threading.Event) -> Any:
     return CountingBar
 
 
-def _is_large(file: str) -> bool:
+def is_large(file: str) -> bool:
+    """Whether it holds weights."""
     return file.endswith(".safetensors")
 
 

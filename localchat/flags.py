@@ -148,6 +148,12 @@ def _quantize(parser: "Parser") -> None:
     size = {"metavar": "SIZE", "help": "longest file, such as 5GB or 500MB"}
     parser.flag("--max-shard-size", convert=values.size_in_bytes, **size)
     parser.flag("--overwrite", action="store_true", help="replace DIR")
+    text = "go on with what a killed conversion has left, and leave the same in turn"
+    parser.flag("--resume", action="store_true", help=text)
+    text = "a model of the hub: convert each file when it is here, then delete it"
+    parser.flag("--stream", action="store_true", help=text)
+    text = "print the plan, tensor by tensor, its size and its time; write nothing"
+    parser.flag("--dry-run", action="store_true", help=text)
     _download(parser)
 
 

@@ -64,8 +64,8 @@ def plan(name: str) -> tuple[Plan, str]:
         etags = {file.rfilename: file.lfs.sha256 for file in siblings if file.lfs}
         _check_files(repo, sizes)
         config = hf_hub_download(repo, "config.json", revision=revision, etag_timeout=_TIMEOUT)
-    except _failures() as error:
-        raise _explained(error, repo, revision) from error
+    except failures() as error:
+        raise explained(error, repo, revision) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # a log-in page, another program's answer
         raise _not_a_hub(repo) from error
     shape = ModelConfig.from_dict(read_json(Path(config)))
@@ -81,6 +81,22 @@ def plan(name: str) -> tuple[Plan, str]:
         packed_bytes=ledger(shape).weights,
     )
     return found, info.id
+
+
+def config_of(name: str) -> ModelConfig:
+    """The config of a model of the hub; its weights are not downloaded.
+
+    Raises:
+        ModelNotFound, BadCheckpoint: see `plan`.
+    """
+    todo, _ = plan(name)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        path = hf_hub_download(todo.source_id, "config.json", revision=todo.revision)  # it is here already
+        return ModelConfig.from_dict(read_json(Path(path)))
+    except failures() as error:
+        raise explained(error, todo.source_id, todo.revision) from error
 
 
 def fetch(name: str, *, offline: bool = False) -> Generator[Plan | Notice | Progress | Fetched, None, None]:
@@ -120,8 +136,8 @@ def fetch(name: str, *, offline: bool = False) -> Generator[Plan | Notice | Prog
         yield todo
     try:
         folder = yield from download(todo)
-    except _failures() as error:
-        raise _explained(error, repo, revision) from error
+    except failures() as error:
+        raise explained(error, repo, revision) from error
     yield Fetched(folder, repo, todo.revision)
 
 
@@ -173,7 +189,7 @@ def _check_files(repo: str, files: dict[str, int]) -> None:
             raise BadCheckpoint(f"{repo} has no {needed}, so it is not a complete chat model.")
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def failures() -> tuple[type[Exception], ...]:
     """What huggingface_hub raises: its own errors, those of its HTTP client, and hf_xet's."""
     from huggingface_hub import errors
 
@@ -188,8 +204,8 @@ def _not_a_hub(repo: str) -> ModelNotFound:
     return _Unreachable(f"{constants.ENDPOINT} does not answer as a model hub does, so {repo} cannot be had.", hint)
 
 
-def _explained(error: Exception, repo: str, revision: str | None) -> UserError:
-    """One sentence for one of `_failures`."""
+def explained(error: Exception, repo: str, revision: str | None, place: Path | None = None) -> UserError:
+    """One sentence for one of `failures`; place: where the files go, if not into the hub's cache."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.HfHubHTTPError):
@@ -200,7 +216,7 @@ def _explained(error: Exception, repo: str, revision: str | None) -> UserError:
         return _not_a_hub(repo)
     from_network = isinstance(error, errors.LocalEntryNotFoundError | ConnectionError | TimeoutError)
     if isinstance(error, OSError) and error.errno and not from_network:
-        return UserError(f"{repo} could not be saved to {constants.HF_HUB_CACHE}: {os.strerror(error.errno)}.")
+        return UserError(f"{repo} could not be saved to {place or constants.HF_HUB_CACHE}: {os.strerror(error.errno)}.")
     reason = str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__
     hint = "`localchat doctor` looks at the network; what has arrived is kept, and the same command goes on from there."
     return _Unreachable(f"{constants.ENDPOINT} cannot be reached for {repo} ({reason}).", hint)

@@ -5,7 +5,7 @@ This is where the command line reaches into `quantize`. Notices and progress go 
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from localchat.quantize.convert import Recipe
+    from localchat.quantize.source import Source
+    from localchat.streamed_shards import StreamedShards
+    from localchat.transfer import Progress as Download
 
 # A person is asked before more than this is downloaded.
 LARGE_DOWNLOAD = 2_000_000_000
@@ -38,6 +41,10 @@ def packed_folder(name: str, *, offline: bool, yes: bool) -> Path:
         announce(name)
     elif packed_format(path):
         return path
+    elif path.name.endswith(".partial"):
+        raise UserError(
+            f"{one_line(name)} is an unfinished conversion.", "`localchat quantize --resume` goes on with it."
+        )
     if found := store.find(name):
         return found
     source = store.local_source(path) if path else fetch(name, offline=offline, yes=yes)
@@ -140,11 +147,11 @@ def _rounded(source: Fetched, title: str) -> Path:
     with store.locked(out):
         if not packed_format(out):
             say(what_happens(source.path, title, recipe) or f"quantising {title} to INT4 by rounding, once")
-            run_conversion(source, out, recipe, overwrite=False)
+            run_conversion(source, out, recipe)
     return out
 
 
-def what_happens(source: Path, title: str, recipe: "Recipe") -> str:
+def what_happens(source: "Path | Source", title: str, recipe: "Recipe") -> str:
     """What packing does to a checkpoint that is quantised already, in a sentence; "" for others."""
     from localchat.quantize.convert import what_is_lost
 
@@ -152,22 +159,34 @@ def what_happens(source: Path, title: str, recipe: "Recipe") -> str:
     return f"packing {title}, once: {lost}" if lost else ""
 
 
-def run_conversion(source: Fetched, out: Path, recipe: "Recipe", *, overwrite: bool) -> None:
-    """Convert with a bar. An interruption leaves nothing behind."""
+def run_conversion(
+    source: Fetched, out: Path, recipe: "Recipe", *, overwrite: bool = False, resume: bool = False
+) -> None:
+    """Convert with a bar. An interruption leaves nothing behind, or with `resume` what the next one goes on with."""
     from localchat.quantize.convert import convert
 
-    steps = convert(source.path, out, recipe, overwrite=overwrite, source_id=source.source_id, revision=source.revision)
+    steps = convert(
+        source.path,
+        out,
+        recipe,
+        overwrite=overwrite,
+        resume=resume,
+        source_id=source.source_id,
+        revision=source.revision,
+    )
     with progress_bar() as bar, closing(steps):  # type: ignore[type-var]
         task = bar.add_task("quantising", total=None)
         for step in steps:
             bar.update(task, completed=step.done_bytes, total=step.total_bytes)
 
 
-def quantize(args: argparse.Namespace) -> Path:
+def quantize(args: argparse.Namespace) -> Path | None:
     """The `quantize` command: convert with searched scales into --output, or into the cache; returns the folder.
 
+    None: nothing was written, because --dry-run asked for the plan alone.
+
     Raises:
-        UsageError: the source is packed already, or the recipe has no meaning.
+        UsageError: the source is packed already, or the recipe or a combination of flags has no meaning.
         UserError: see packed_folder.
     """
     path = store.as_path(args.source)
@@ -175,26 +194,115 @@ def quantize(args: argparse.Namespace) -> Path:
         announce(args.source)
     elif packed_format(path):
         raise UsageError(f"{one_line(args.source)} is quantised already.", "give the checkpoint that it was made from.")
+    if args.stream and (path or args.offline):
+        raise UsageError("--stream downloads a model of the hub: it takes neither a path nor --offline.")
     out = Path(args.output).expanduser() if args.output else None
-    if out and out.exists() and not args.overwrite:
+    if out and out.exists() and not (args.overwrite or args.dry_run):
         raise UserError(f"{one_line(args.output)} exists already.", "choose another folder or pass --overwrite.")
+    if args.dry_run:
+        _print_plan(args, path, out)
+        return None
+    if args.stream:
+        return _streamed(args, out)
     source = store.local_source(path) if path else fetch(args.source, offline=args.offline, yes=args.yes)
-    recipe = _recipe(args, source.path)
-    if notice := what_happens(source.path, registry_name(args.source), recipe):
-        say(notice)
+    recipe = _recipe(args, _default_recipe(source.path))
+    _say_what_happens(args, source.path, recipe)
+    flags = {"overwrite": args.overwrite, "resume": args.resume}
     if out:
-        run_conversion(source, out, recipe, overwrite=args.overwrite)
+        run_conversion(source, out, recipe, **flags)
         return out
     out = store.target(source, repr(recipe))
     with store.locked(out):
-        run_conversion(source, out, recipe, overwrite=args.overwrite)
+        run_conversion(source, out, recipe, **flags)
     return out
 
 
-def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
-    """The default for the model, with what the flags say."""
+def _streamed(args: argparse.Namespace, out: Path | None) -> Path:
+    """The same for files that are converted while they come. What is done stays until it is complete."""
+    from localchat.quantize.convert import convert, default_recipe
+    from localchat.quantize.streamed import open_streamed
+    from localchat.quantize.target import downloads_path
+    from localchat.streamed_shards import stream
+
+    with ExitStack() as stack:
+        shards, todo = _run_out(stream(args.source), yes=args.yes)
+        source = open_streamed(shards)
+        recipe = _recipe(args, default_recipe(source))
+        _say_what_happens(args, source, recipe)
+        fetched = Fetched(shards.texts, todo.source_id, todo.revision)
+        if out is None:
+            out = store.target(fetched, repr(recipe))
+            stack.enter_context(store.locked(out))
+        stack.enter_context(shards.feed)
+        shards.feed.folder = downloads_path(out)
+        stack.enter_context(source)
+        names = {"source_id": fetched.source_id, "revision": fetched.revision}
+        steps = convert(source, out, recipe, overwrite=args.overwrite, resume=True, **names)
+        stack.enter_context(closing(steps))  # type: ignore[type-var]
+        bar = stack.enter_context(progress_bar())
+        coming = bar.add_task("downloading", total=sum(map(shards.feed.size, shards.feed.files)))
+        task = bar.add_task("quantising", total=None)
+        for step in steps:
+            for notice in shards.feed.take_notices():
+                say(notice)
+            bar.update(coming, completed=step.arrived_bytes)
+            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
+        return out
+
+
+def _run_out(
+    records: "Generator[Plan | Notice | Download, None, StreamedShards]", *, yes: bool
+) -> "tuple[StreamedShards, Plan]":
+    """Announce what the records say; returns what the generator does, and its plan."""
+    todo: Plan | None = None
+    with closing(records):
+        while True:
+            try:
+                record = next(records)
+            except StopIteration as end:
+                if todo is None:
+                    raise ModelNotFound("the hub has not said what the model consists of.") from None
+                return end.value, todo
+            if isinstance(record, Notice):
+                say(record.text)
+            elif isinstance(record, Plan):
+                todo = record
+                say(f"converting {one_line(todo.source_id)} while it comes, {size_text(todo.missing_bytes)}")
+                _confirm(todo, yes=yes)
+
+
+def _print_plan(args: argparse.Namespace, path: Path | None, out: Path | None) -> None:
+    """The plan on stdout: nothing is downloaded but config.json, nothing is written."""
+    from localchat.quantize.convert import default_recipe, open_source, recipe_for
+    from localchat.quantize.dry_run import plan_lines
+
+    with ExitStack() as stack:
+        if path:
+            source = stack.enter_context(open_source(path))
+            config, recipe = source.model_config, _recipe(args, default_recipe(source))
+            _say_what_happens(args, source, recipe)
+        else:
+            from localchat import hub
+
+            source, config = None, hub.config_of(args.source)
+            recipe = _recipe(args, recipe_for(config))
+        for line in plan_lines(config, recipe, source, out.absolute().parent if out else store.cache_dir()):
+            print(line)
+
+
+def _say_what_happens(args: argparse.Namespace, source: "Path | Source", recipe: "Recipe") -> None:
+    if notice := what_happens(source, registry_name(args.source), recipe):
+        say(notice)
+
+
+def _default_recipe(source: Path) -> "Recipe":
     from localchat.quantize.convert import default_recipe
 
+    return default_recipe(source)
+
+
+def _recipe(args: argparse.Namespace, default: "Recipe") -> "Recipe":
+    """The default for the model, with what the flags say."""
     if args.sym and args.min:
         raise UsageError("--sym and --min exclude each other: choose one scale, or a scale and a minimum, per group.")
     given = {
@@ -204,7 +312,7 @@ def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
         "keep": tuple(args.keep) or None,
         "exact": False if args.fp16_scales else None,
     }
-    return replace(default_recipe(source), **{name: v for name, v in given.items() if v is not None})
+    return replace(default, **{name: v for name, v in given.items() if v is not None})
 
 
 def say(text: str) -> None:

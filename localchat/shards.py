@@ -30,6 +30,7 @@ _DTYPES = {
     "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -48,8 +49,10 @@ class Span:
 class Shards:
     """The open safetensors files of one folder. Use `open_shards`; close it, or use it as a context manager.
 
-    `names` maps every tensor's name to the file that holds it.
+    `names` maps every tensor's name to the file that holds it. arriving: reading waits for files that are on their way.
     """
+
+    arriving = False
 
     def __init__(self, names: Mapping[str, Path], files: Mapping[Path, Any], stack: ExitStack) -> None:
         self.names = dict(names)
@@ -64,8 +67,22 @@ class Shards:
             BadCheckpoint: no shard holds it, or its bytes cannot be read.
         """
         path = self._path(name)
-        with _translated(path):
+        with translated(path):
             tensor: Tensor = self._files[path].get_tensor(name)
+        return tensor
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name` in memory of its own. (Pages of a mapped file count as the process's once they are read.)
+
+        Raises:
+            BadCheckpoint: see `span`, or its bytes cannot be read.
+        """
+        span = self.span(name)
+        tensor = torch.empty(span.shape, dtype=span.dtype)
+        with translated(span.path), span.path.open("rb") as file:
+            file.seek(span.start)
+            if file.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data) != span.nbytes:
+                raise OSError(f"it ends in the middle of {name}")
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -84,13 +101,9 @@ class Shards:
         """
         path = self._path(name)
         if path not in self._headers:
-            self._headers[path] = _read_header(path)
+            self._headers[path] = read_header(path)
         begin, header = self._headers[path]
-        entry = header[name]
-        if entry["dtype"] not in _DTYPES:
-            raise BadCheckpoint(f"{path}: {name} has the dtype {entry['dtype']}, which is not known here.")
-        start, end = entry["data_offsets"]
-        return Span(path, begin + start, end - start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        return span_of(path, name, begin, header[name])
 
     def close(self) -> None:
         """Release the files. Tensors already returned stay valid."""
@@ -111,7 +124,7 @@ class Shards:
 
     def _slice(self, name: str) -> Any:
         path = self._path(name)
-        with _translated(path):
+        with translated(path):
             return self._files[path].get_slice(name)
 
 
@@ -121,8 +134,8 @@ def open_shards(folder: Path) -> Shards:
     Raises:
         BadCheckpoint: a file is missing, damaged, outside the folder, or the folder holds pickle files only.
     """
-    index = _find_index(folder)
-    wanted = _read_index(index) if index else None
+    index = find_index(folder)
+    wanted = read_index(index) if index else None
     paths = sorted({folder / file for file in wanted.values()}) if wanted is not None else _all_shards(folder)
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
@@ -130,18 +143,40 @@ def open_shards(folder: Path) -> Shards:
         for path in paths:
             files[path] = stack.enter_context(_open(path, index))
             held[path] = set(files[path].keys())
-        names = _indexed(folder, wanted, held) if wanted is not None else _merged(held)
+        names = indexed(folder, wanted, held) if wanted is not None else merged(held)
         return Shards(names, files, stack.pop_all())
 
 
-def _find_index(folder: Path) -> Path | None:
+def span_of(path: Path, name: str, begin: int, entry: Mapping[str, Any]) -> Span:
+    """The span of a tensor by its header's entry, in a file whose tensors begin at `begin`.
+
+    Raises:
+        BadCheckpoint: it is of a dtype that is not known here.
+    """
+    if entry["dtype"] not in _DTYPES:
+        raise BadCheckpoint(f"{path}: {name} has the dtype {entry['dtype']}, which is not known here.")
+    start, end = entry["data_offsets"]
+    return Span(path, begin + start, end - start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+
+
+def check_file(path: Path) -> None:
+    """Have the library check a file's header against its size.
+
+    Raises:
+        BadCheckpoint: the file is damaged.
+    """
+    with translated(path), safe_open(path, framework="pt"):
+        return
+
+
+def find_index(folder: Path) -> Path | None:
     """The index file; its usual name first, since some repositories carry the index of a second format as well."""
     found = sorted(folder.glob("*.safetensors.index.json"))
     usual = folder / INDEX_NAME
     return usual if usual in found else next(iter(found), None)
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
     """`weight_map` of an index: tensor name -> file name, each a plain name inside the folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -171,11 +206,11 @@ def _open(path: Path, index: Path | None) -> Any:
     if not path.is_file():
         named = f" although {index.name} names it" if index else ""
         raise BadCheckpoint(f"{path.parent}: the file {path.name} is missing{named}; download the model again.")
-    with _translated(path):
+    with translated(path):
         return safe_open(path, framework="pt")
 
 
-def _indexed(folder: Path, wanted: Mapping[str, str], held: Mapping[Path, set[str]]) -> dict[str, Path]:
+def indexed(folder: Path, wanted: Mapping[str, str], held: Mapping[Path, set[str]]) -> dict[str, Path]:
     names = {name: folder / file for name, file in wanted.items()}
     for name, path in names.items():
         if name not in held[path]:
@@ -183,7 +218,7 @@ def _indexed(folder: Path, wanted: Mapping[str, str], held: Mapping[Path, set[st
     return names
 
 
-def _merged(held: Mapping[Path, set[str]]) -> dict[str, Path]:
+def merged(held: Mapping[Path, set[str]]) -> dict[str, Path]:
     names: dict[str, Path] = {}
     for path, tensors in held.items():
         for name in tensors:
@@ -196,18 +231,18 @@ def _merged(held: Mapping[Path, set[str]]) -> dict[str, Path]:
     return names
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
     """Where a file's tensors begin, and its header, which the library has checked on opening.
 
     Source: safetensors' README: 8 bytes with the length of the header, little-endian, then the header in JSON.
     """
-    with _translated(path), path.open("rb") as file:
+    with translated(path), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return 8 + length, json.loads(file.read(length))
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def translated(path: Path) -> Iterator[None]:
     """The safetensors library's errors, and the system's, as one sentence that names the file."""
     try:
         yield

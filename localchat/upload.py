@@ -9,10 +9,11 @@ that holds all tensors, so that nothing is lost to an allocator's rounding. Ever
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ _THREADS = 8
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Bytes of a file, and where they go."""
 
     path: Path
@@ -47,15 +48,16 @@ def upload(
     at_device = {name: span for name, span in spans.items() if name not in on_host}
     at_host = {name: span for name, span in spans.items() if name in on_host}
     tensors: dict[str, Tensor] = {}
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     _lay_out(at_device, lambda size: torch.empty(size, dtype=torch.uint8, device=device), tensors, pieces)
     _lay_out(at_host, lambda size: host_bytes(size, device), tensors, pieces)
-    _copy(pieces, device)
+    with Copier(device) as copier:
+        copier.copy(pieces)
     return tensors
 
 
 def _lay_out(
-    spans: Mapping[str, Span], allocate: Callable[[int], Tensor], tensors: dict[str, Tensor], pieces: list[_Piece]
+    spans: Mapping[str, Span], allocate: Callable[[int], Tensor], tensors: dict[str, Tensor], pieces: list[Piece]
 ) -> None:
     """One allocation for all of these; adds the tensors in it, and the pieces that fill it."""
     if not spans:
@@ -68,27 +70,103 @@ def _lay_out(
     for name, span in spans.items():
         raw = memory[starts[name] : starts[name] + span.nbytes]
         tensors[name] = raw.view(span.dtype).view(span.shape)
-        parts = range(0, span.nbytes, _PIECE)
-        pieces += (_Piece(span.path, span.start + at, raw[at : at + _PIECE]) for at in parts)
+        pieces += pieces_of(span, raw)
 
 
-def _copy(pieces: list[_Piece], device: torch.device) -> None:
-    """Fill the targets. The first error of a thread stops them all."""
-    todo, lock, stop = iter(sorted(pieces, key=lambda p: (p.path, p.start))), threading.Lock(), threading.Event()
+def pieces_of(span: Span, target: Tensor) -> Iterator[Piece]:
+    """The reads that bring the bytes of `span` into `target`, uint8 [nbytes]."""
+    parts = range(0, span.nbytes, _PIECE)
+    return (Piece(span.path, span.start + at, target[at : at + _PIECE]) for at in parts)
 
-    def next_pieces() -> Iterator[_Piece]:
-        while not stop.is_set():
-            with lock:
-                piece = next(todo, None)
-            if piece is None:
-                return
-            yield piece
 
-    with ExitStack() as stack:
-        files = {path: _open(path, stack) for path in {piece.path for piece in pieces}}
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for done in [pool.submit(_work, next_pieces(), files, device, stop) for _ in range(_THREADS)]:
+class Copier:
+    """Threads that copy pieces of files to `device`, with the pinned buffers they take. One `copy` at a time.
+
+    Close it, or use it as a context manager. Copies run on streams of its own: the targets may not be in use by work
+    that is queued on another one, and are there when `copy` returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._threads = _THREADS
+        self._pool = ThreadPoolExecutor(self._threads)
+        self._own = threading.local()  # a thread's buffers
+
+    def copy(self, pieces: Collection[Piece]) -> None:
+        """Fill the targets. The first error of a thread stops them all.
+
+        Raises:
+            BadCheckpoint: a file is shorter than its header says, or cannot be read.
+        """
+        todo, lock, stop = iter(sorted(pieces, key=lambda p: (p.path, p.start))), threading.Lock(), threading.Event()
+
+        def next_pieces() -> Iterator[Piece]:
+            while not stop.is_set():
+                with lock:
+                    piece = next(todo, None)
+                if piece is None:
+                    return
+                yield piece
+
+        with ExitStack() as stack:
+            files = {path: _open(path, stack) for path in {piece.path for piece in pieces}}
+            workers = min(self._threads, len(pieces))
+            running = [self._pool.submit(self._work, next_pieces(), files, stop) for _ in range(workers)]
+            wait(running)  # the files stay open as long as somebody reads
+            for done in running:
                 done.result()
+
+    def close(self) -> None:
+        """End the threads and give their buffers back."""
+        self._pool.shutdown()
+        self._own = threading.local()
+
+    def __enter__(self) -> "Copier":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _work(self, pieces: Iterator[Piece], files: Mapping[Path, int], stop: threading.Event) -> None:
+        """One thread."""
+        try:
+            if self._device.type == "cuda":
+                if not hasattr(self._own, "buffers"):
+                    self._own.buffers = _Buffers(self._device)
+                self._own.buffers.work(pieces, files)
+            else:
+                for piece in pieces:
+                    _read(files[piece.path], piece, piece.target)
+        except BaseException:
+            stop.set()
+            raise
+
+
+class _Buffers:
+    """Two buffers of one thread in turn, so that one is read into while the other is copied from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._buffers = torch.split(host_bytes(2 * _PIECE, device), _PIECE)
+            self._free = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
+
+    def work(self, pieces: Iterator[Piece], files: Mapping[Path, int]) -> None:
+        with torch.cuda.stream(self._stream):
+            turn = 0
+            try:
+                for piece in pieces:
+                    if piece.target.device.type == "cpu":
+                        _read(files[piece.path], piece, piece.target)
+                        continue
+                    self._free[turn].synchronize()
+                    buffer = self._buffers[turn][: piece.target.numel()]
+                    _read(files[piece.path], piece, buffer)
+                    piece.target.copy_(buffer, non_blocking=True)
+                    self._free[turn].record()
+                    turn = 1 - turn
+            finally:
+                self._stream.synchronize()  # the targets are handed over, or the buffers go
 
 
 def _open(path: Path, stack: ExitStack) -> int:
@@ -100,42 +178,7 @@ def _open(path: Path, stack: ExitStack) -> int:
     return file
 
 
-def _work(pieces: Iterator[_Piece], files: Mapping[Path, int], device: torch.device, stop: threading.Event) -> None:
-    """One thread."""
-    try:
-        if device.type == "cuda":
-            _work_for_card(pieces, files, device)
-        else:
-            for piece in pieces:
-                _read(files[piece.path], piece, piece.target)
-    except BaseException:
-        stop.set()
-        raise
-
-
-def _work_for_card(pieces: Iterator[_Piece], files: Mapping[Path, int], device: torch.device) -> None:
-    """Two buffers in turn, so that one is read into while the other is copied from."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        buffers = torch.split(host_bytes(2 * _PIECE, device), _PIECE)
-        free = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
-        turn = 0
-        try:
-            for piece in pieces:
-                if piece.target.device.type == "cpu":
-                    _read(files[piece.path], piece, piece.target)
-                    continue
-                free[turn].synchronize()
-                buffer = buffers[turn][: piece.target.numel()]
-                _read(files[piece.path], piece, buffer)
-                piece.target.copy_(buffer, non_blocking=True)
-                free[turn].record()
-                turn = 1 - turn
-        finally:
-            stream.synchronize()  # the buffers go now
-
-
-def _read(file: int, piece: _Piece, into: Tensor) -> None:
+def _read(file: int, piece: Piece, into: Tensor) -> None:
     view, done = memoryview(into.numpy().data), 0
     while done < len(view):
         try:

@@ -56,10 +56,14 @@ class Codes:
         """The same of those rows that `order` makes of any tensor [N, ...]."""
         return replace(self, codes=order(self.codes), scales=order(self.scales), zeros=order(self.zeros))
 
+    def to(self, device: torch.device) -> "Codes":
+        """The same on a device."""
+        return replace(self.of_rows(lambda tensor: tensor.to(device)), group_of=self.group_of.to(device))
+
     def values(self) -> Tensor:
         """W, fp32 [N, K]: exact for scales of fp16 and bf16, one rounding for those of fp32."""
         n, k = self.codes.shape
-        w = torch.empty(n, k, dtype=torch.float32)
+        w = torch.empty(n, k, dtype=torch.float32, device=self.codes.device)
         step = max(1, _BLOCK // k)
         for i in range(0, n, step):
             rows = slice(i, i + step)

@@ -1,29 +1,38 @@
-"""Converts a checkpoint to a packed folder, one tensor in memory at a time.
+"""Converts a checkpoint to a packed folder, one matrix in memory at a time.
 
 The plan comes first: which tensors are fused (q, k, v into qkv_proj; gate, up into gate_up_proj; ...: one product
 instead of several), and how each matrix is stored. Then the tensors stream from the source through `scales` into the
-`writer`. The folder is written beside its final place and renamed when it is complete, with config.json last, so that
-an unfinished one can never be taken for a model.
+`writer`: while the arithmetic is at work on one step, the next one is read and the last one is written. The folder is
+written beside its final place and renamed when it is complete and was read back, with config.json last, so that an
+unfinished one can never be taken for a model; its journal says what is done, for a run that goes on with it.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator
-from concurrent.futures import Executor
+import shutil
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from localchat.config import TensorFormat
-from localchat.errors import BadCheckpoint, UserError
-from localchat.kernels.int4_packing import pack, pack_scales
-from localchat.quantize.plan import Matrix, Recipe, check_recipe, packed_config, plan, upper_size
-from localchat.quantize.scales import quantize_int4, quantize_int8_rows
-from localchat.quantize.source import Grid, Source, check, has_mtp
-from localchat.quantize.target import check_target, move_into_place, partial_folder
-from localchat.quantize.threads import worker_pool
+from localchat import __version__
+from localchat.config import ModelConfig, TensorFormat
+from localchat.errors import UserError
+from localchat.kernels.int4_packing import LAYOUT, VERSION
+from localchat.quantize.journal import Done, Journal
+from localchat.quantize.pack_matrix import pack_matrix
+from localchat.quantize.plan import Matrix, Recipe, check_recipe, kept_by, packed_config, plan
+from localchat.quantize.read_ahead import Loaded, ReadAhead
+from localchat.quantize.source import Source, check, has_mtp
+from localchat.quantize.steps import Step, most_bytes, source_bytes, steps_of
+from localchat.quantize.target import DOWNLOADS, check_target, move_into_place, partial_folder
 from localchat.quantize.writer import ShardWriter, write_file
 from localchat.transfer import check_disk_space
 
@@ -33,15 +42,21 @@ __all__ = ["Progress", "Recipe", "convert", "default_recipe", "open_source"]
 _SMALL = 2048
 # Room for norms, tokenizer and config.
 _SMALL_FILES = 64 << 20
+_PATIENCE = 0.5  # seconds between two records while a download is waited for
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One tensor has been written: its name, and bytes of the source read so far and in all."""
+    """A matrix has been written: its name, and the bytes of the source converted so far and in all.
+
+    arrived_bytes: of a source that is downloaded meanwhile, how much of it is here; then records also come while
+    there is nothing to convert.
+    """
 
     tensor: str
     done_bytes: int
     total_bytes: int
+    arrived_bytes: int = 0
 
 
 def open_source(path: Path) -> Source:
@@ -66,15 +81,24 @@ def default_recipe(source: Source | Path) -> Recipe:
     """Groups of 128 without min; groups of 32 with min for small models; what a 4-bit source has, which keeps it."""
     with ExitStack() as stack:
         opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
-        kept, small = opened.kept_format, opened.model_config.hidden_size < _SMALL
+        return _default(opened.model_config, opened.kept_format)
+
+
+def recipe_for(config: ModelConfig) -> Recipe:
+    """The same, of a checkpoint of which nothing else is here yet."""
+    return _default(config, kept_by(config))
+
+
+def _default(config: ModelConfig, kept: TensorFormat | None) -> Recipe:
     if kept is not None:
         return Recipe(kept.group_size, kept.symmetric)
-    return Recipe(group_size=32, symmetric=False) if small else Recipe()
+    return Recipe(group_size=32, symmetric=False) if config.hidden_size < _SMALL else Recipe()
 
 
-def what_is_lost(source: Path, recipe: Recipe) -> str:
+def what_is_lost(source: Source | Path, recipe: Recipe) -> str:
     """What `recipe` does to a checkpoint that is quantised already, as a clause; else ""."""
-    with open_source(source) as opened:
+    with ExitStack() as stack:
+        opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
         return opened.what_is_lost(recipe.group_size, recipe.symmetric)
 
 
@@ -84,6 +108,7 @@ def convert(
     recipe: Recipe,
     *,
     overwrite: bool = False,
+    resume: bool = False,
     source_id: str = "",
     revision: str = "",
     device: str | None = None,
@@ -91,12 +116,14 @@ def convert(
     """Pack `source` into the new folder `out`, which is complete when the iteration ends.
 
     source: a model folder, a .gguf file, or an open Source (which stays open). overwrite: replace `out`, if it is a
-    packed folder. source_id, revision: where it came from, for the record. device: for the arithmetic; a CUDA card if
-    there is one. On any error, or if the generator is closed early, nothing of `out` is left (and an old one stays).
+    packed folder. resume: go on with what an earlier conversion has left, which gives the same bytes, and leave what
+    this one has done for the next. source_id, revision: where it came from, for the record. device: for the
+    arithmetic; a CUDA card if there is one. Without `resume`, on any error, or if the generator is closed early,
+    nothing of `out` is left (and an old one stays).
 
     Raises:
         BadCheckpoint: the source is damaged or would be computed wrongly; a tensor holds NaN or infinity.
-        UserError: `out` exists, is the source, or there is not enough room.
+        UserError: `out` exists, is the source, or there is not enough room; what was begun was something else.
         UsageError: the recipe has no meaning.
     """
     path = Path(source.name) if isinstance(source, Source) else source
@@ -108,15 +135,15 @@ def convert(
         check(opened)
         matrices = plan(opened.model_config, recipe, mtp=has_mtp(opened))
         files = opened.files()
-        wide = opened.kept_format is not None and recipe.exact and not recipe.symmetric
-        check_disk_space(out.parent, sum(upper_size(m, wide) for m in matrices) + _SMALL_FILES)
         stack.enter_context(_disk_errors(out))
-        partial = stack.enter_context(partial_folder(out))
-        yield from _write_tensors(opened, matrices, recipe, partial, device)
+        partial = stack.enter_context(partial_folder(out, resume=resume))
+        yield from _Conversion(opened, matrices, recipe, partial, device).run(resume, f"{source_id} {revision}".strip())
         for name, content in files.items():
             write_file(partial / name, content)
         config = packed_config(opened, matrices, recipe, source_id, revision)
         write_file(partial / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+        shutil.rmtree(partial / DOWNLOADS, ignore_errors=True)
+        Journal(partial).remove()
         move_into_place(partial, out)
 
 
@@ -129,113 +156,124 @@ def _disk_errors(out: Path) -> Iterator[None]:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}).") from error
 
 
-def _write_tensors(
-    source: Source, matrices: list[Matrix], recipe: Recipe, folder: Path, device: str
-) -> Iterator[Progress]:
-    """Every matrix and norm, in order; the last step makes the shards final."""
-    by_part = {part for m in matrices for p in m.parts for part in (f"{p}.weight", f"{p}.bias")}
-    plain = [name for name in source.shapes if name not in by_part]
-    names = [f"{m.name}.{kind}" for m in matrices for kind in ("qweight", "weight", "scales", "mins", "bias")] + plain
-    total = sum(source.nbytes(name) for name in source.shapes)
-    done = 0
-    with ShardWriter(folder, names, recipe.max_shard_size) as writer:
-        for name in plain:
-            writer.add(name, read_finite(source, name))
-            done += source.nbytes(name)
-        for matrix in matrices:
-            with worker_pool() as pool:
-                for kind, tensor in _pack_matrix(source, matrix, recipe, device, pool):
-                    writer.add(f"{matrix.name}.{kind}", tensor)
-                    del tensor
-            done += sum(source.nbytes(f"{p}.{x}") for p in matrix.parts for x in _kinds(matrix))
-            yield Progress(matrix.name, done, total)
-        writer.finish()
+class _Conversion:
+    """The steps of one conversion on their way into the folder."""
 
+    def __init__(self, source: Source, matrices: list[Matrix], recipe: Recipe, folder: Path, device: str) -> None:
+        self._source = source
+        self._recipe = recipe
+        self._folder = folder
+        self._device = torch.device(device)
+        self._steps = steps_of(source, matrices)
+        self._room = sum(most_bytes(source, m, recipe.exact) for m in matrices) + _SMALL_FILES
+        self._total = sum(map(source.nbytes, source.shapes))
+        self._done = 0
 
-def _kinds(matrix: Matrix) -> tuple[str, ...]:
-    return ("weight", "bias") if matrix.bias else ("weight",)
+    def run(self, resume: bool, origin: str) -> Iterator[Progress]:
+        """Every step, in order; the last thing makes the shards final. origin: id and revision of the source."""
+        names = [name for step in self._steps for name in step.writes()]
+        with ExitStack() as stack:
+            writer = stack.enter_context(ShardWriter(self._folder, names, self._recipe.max_shard_size))
+            journal = stack.enter_context(Journal(self._folder))
+            identity = self._identity(origin)
+            done = self._take_up(writer, journal.read(identity)) if resume else []
+            self._check_room(done)
+            journal.begin(identity, done)
+            yield from self._go_on(writer, journal, self._steps[len(done) :])
+            writer.finish()
 
+    def _take_up(self, writer: ShardWriter, recorded: Sequence[Done]) -> list[Done]:
+        """The steps, from the first on, that an earlier run has written and that are still as it wrote them."""
+        entries = [entry for done in recorded for entry in done.entries]
+        left, kept = writer.intact(entries), list[Done]()
+        for step, done in zip(self._steps, recorded, strict=False):
+            left -= len(done.entries)
+            if left < 0 or step.name != done.step:
+                break
+            kept.append(done)
+        writer.restore([entry for done in kept for entry in done.entries])
+        self._done = source_bytes(self._source, self._steps[: len(kept)])
+        return kept
 
-def _pack_matrix(
-    source: Source, matrix: Matrix, recipe: Recipe, device: str, pool: Executor
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one matrix as stored: (kind, tensor) with the kinds of the packed format."""
-    energy = read_finite(source, matrix.norm).float().square() if matrix.norm else None
-    parts = []
-    for part in matrix.parts:
-        parts.append(_pack_part(source, f"{part}.weight", matrix.format, energy, recipe, device, pool))
-    for kind in list(parts[0]):
-        stacked = _stack([part.pop(kind) for part in parts], matrix.alternate)
-        if kind == "codes":  # words of rows that are no multiple of a tile's could not be stacked
-            yield "qweight", pack(stacked, matrix.format.group_size)
-        elif matrix.format.bits == 4:
-            yield kind, pack_scales(stacked)
-        else:
-            yield kind, stacked
-    if matrix.bias:
-        yield "bias", _stack([read_finite(source, f"{part}.bias") for part in matrix.parts], matrix.alternate)
+    def _check_room(self, done: Sequence[Done]) -> None:
+        here = sum(entry.end - entry.start for step in done for entry in step.entries)
+        wanted = self._room - here
+        if arrival := self._source.arrival:
+            downloaded = sum(file.stat().st_size for file in self._folder.glob(f"{DOWNLOADS}/*"))
+            wanted += max(0, arrival.most_bytes([step.reads for step in self._steps[len(done) :]]) - downloaded)
+        check_disk_space(self._folder, wanted)
 
+    def _go_on(self, writer: ShardWriter, journal: Journal, steps: Sequence[Step]) -> Iterator[Progress]:
+        """Read, convert and write these steps, all three at once."""
 
-def _pack_part(
-    source: Source,
-    name: str,
-    format_: TensorFormat,
-    energy: Tensor | None,
-    recipe: Recipe,
-    device: str,
-    pool: Executor,
-) -> dict[str, Tensor]:
-    """One matrix of the source: its own codes where they fit, else rounded."""
-    codes = source.codes(name)
-    if codes is None:
-        return _round_part(read_finite(source, name).to(device), format_, energy, recipe, source.grid(name), pool)
-    kept = codes.repacked(format_.group_size, format_.symmetric, recipe.exact) if format_.bits == 4 else None
-    if kept is None:
-        w = check_finite(source, name, codes.values())
-        return _round_part(w.to(device), format_, energy, recipe, None, pool)
-    return {kind: tensor.to(device) for kind, tensor in kept.items()}
+        def write(step: Step, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> None:
+            journal.add(step.name, [writer.add(name, tensors.pop(name), ready) for name in list(tensors)])
 
+        if not steps:
+            return
+        self._keep(steps)
+        with ThreadPoolExecutor(1, thread_name_prefix="write behind") as behind:
+            written: deque[tuple[int, Future[None]]] = deque()
+            with ReadAhead(self._source, steps, self._device) as ahead:
+                for i, future in enumerate(ahead):
+                    yield from self._waiting(future)
+                    tensors = self._converted(future.result())
+                    del future  # its tensors are not needed any more
+                    written.append((i, behind.submit(write, steps[i], tensors, self._ready())))
+                    del tensors
+                    if len(written) > 1:  # one is written while the next one is converted
+                        yield from self._written(steps, *written.popleft())
+                yield from self._written(steps, *written.popleft())
 
-def _round_part(
-    w: Tensor, format_: TensorFormat, energy: Tensor | None, recipe: Recipe, grid: Grid | None, pool: Executor
-) -> dict[str, Tensor]:
-    if format_.bits == 16:
-        return {"weight": w}
-    if format_.bits == 8:
-        codes, scales = quantize_int8_rows(w, pool)
-        return {"weight": codes, "scales": scales}
-    codes, scales, mins = quantize_int4(w, format_.group_size, format_.symmetric, energy, recipe.search, grid, pool)
-    tensors = {"codes": codes, "scales": scales}
-    return tensors if mins is None else {**tensors, "mins": mins}
+    def _waiting(self, future: "Future[Loaded]") -> Iterator[Progress]:
+        """Records of what arrives, until the future is there."""
+        while self._source.arrival and not wait_for([future], timeout=_PATIENCE).done:
+            yield self._progress("")
 
+    def _written(self, steps: Sequence[Step], i: int, future: "Future[None]") -> Iterator[Progress]:
+        """Wait until a step is written."""
+        future.result()
+        self._keep(steps[i + 1 :])
+        self._done += source_bytes(self._source, [steps[i]])
+        if steps[i].matrix or i + 1 == len(steps):
+            yield self._progress(steps[i].name)
 
-def _stack(parts: list[Tensor], alternate: bool) -> Tensor:
-    """Parts above each other, or their rows in turn, in the widest of their dtypes."""
-    if len(parts) == 1:
-        return parts[0]
-    dtype = parts[0].dtype
-    for part in parts[1:]:
-        dtype = torch.promote_types(dtype, part.dtype)
-    same = [part.to(dtype) for part in parts]
-    return torch.stack(same, 1).flatten(0, 1) if alternate else torch.cat(same)
+    def _progress(self, name: str) -> Progress:
+        arrival = self._source.arrival
+        return Progress(name, self._done, self._total, arrival.arrived_bytes() if arrival else 0)
 
+    def _keep(self, steps: Sequence[Step]) -> None:
+        if self._source.arrival:
+            self._source.arrival.keep({name for step in steps for name in step.reads})
 
-def read_finite(source: Source, name: str) -> Tensor:
-    """The tensor `name`.
+    def _converted(self, loaded: Loaded) -> dict[str, Tensor]:
+        """The tensors of one step as they are stored."""
+        matrix = loaded.step.matrix
+        if matrix is None:
+            return loaded.tensors
+        if self._device.type == "cuda":
+            for tensor in loaded.all_tensors():
+                if tensor.is_cuda:  # another stream's memory, which this one is going to read
+                    tensor.record_stream(torch.cuda.current_stream(self._device))
+        return pack_matrix(matrix, loaded, self._recipe)
 
-    Raises:
-        BadCheckpoint: it holds NaN or infinity, so that no scale of it would have a meaning.
-    """
-    return check_finite(source, name, source.read(name))
+    def _ready(self) -> torch.cuda.Event | None:
+        """When the card has done what was asked of it up to now."""
+        if self._device.type != "cuda":
+            return None
+        ready: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return ready
 
-
-def check_finite(source: Source, name: str, tensor: Tensor) -> Tensor:
-    """`tensor`, which is `name` of `source`.
-
-    Raises:
-        BadCheckpoint: see `read_finite`.
-    """
-    low, high = torch.aminmax(tensor)
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        raise BadCheckpoint(f"{source.name}: {name} holds NaN or infinite values, so the checkpoint is damaged.")
-    return tensor
+    def _identity(self, origin: str) -> dict[str, Any]:
+        """What must be the same for a conversion to be continued with the same bytes."""
+        order = [[step.name, step.reads, step.matrix and repr(step.matrix.format)] for step in self._steps]
+        on_card = self._device.type == "cuda"
+        return {
+            "source": origin,
+            "checkpoint": self._source.digest(),
+            "recipe": repr(self._recipe),
+            "plan": hashlib.sha256(json.dumps(order).encode()).hexdigest(),
+            "format": f"{LAYOUT} version {VERSION}",
+            "program": f"localchat {__version__}, torch {torch.__version__}",
+            "device": torch.cuda.get_device_name(self._device) if on_card else "cpu",
+        }

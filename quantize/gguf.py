@@ -9,6 +9,7 @@ Qwen3.5 is undone in gguf_qwen35.py.
 import hashlib
 import json
 import math
+import mmap
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class GGUFSource(Source):
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self.name = str(path)
         self._metadata = Metadata(path, reader)
+        self._pages = reader.data.base  # the mapped file
         stored = {tensor.name: tensor for tensor in reader.tensors}
         self.config = config_from(self._metadata, stored)
         self.model_config = ModelConfig.from_dict(self.config)
@@ -90,6 +92,7 @@ class GGUFSource(Source):
         tensor = self._tensors[name]
         with _translated(Path(self.name), f"the tensor {tensor.name}"):
             weight = _to_torch(tensor)
+        self._let_go(tensor)
         if name.endswith(".A_log"):
             weight = gguf_qwen35.a_log(tensor.name, weight)
         return self._in_order(name, weight)
@@ -97,6 +100,7 @@ class GGUFSource(Source):
     def grid(self, name: str) -> Grid | None:
         """See Source.grid."""
         found = _grid_of(self._tensors[name])
+        self._let_go(self._tensors[name])
         if found is None or (self._hybrid and ".out_proj." in name and self.model_config.linear_value_head_dim % 32):
             return None  # or a group lies across two heads, whose order is another
         return self._in_order(name, found[0]), self._in_order(name, found[1])
@@ -136,6 +140,12 @@ class GGUFSource(Source):
             rows = gguf_qwen35.in_our_order(name, rows, self.model_config)
             return qwen3_5.ours(name, rows, self.model_config, zero_centred=False)
         return rows
+
+    def _let_go(self, tensor: ReaderTensor) -> None:
+        """Give back the pages of a tensor, or all of the file would count as this process's memory in the end."""
+        if isinstance(self._pages, mmap.mmap):
+            start = int(tensor.data_offset) // mmap.PAGESIZE * mmap.PAGESIZE
+            self._pages.madvise(mmap.MADV_DONTNEED, start, int(tensor.data_offset + tensor.n_bytes) - start)
 
     def close(self) -> None:
         """See Source.close: the map of the file goes with its last tensor."""

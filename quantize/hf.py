@@ -11,14 +11,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from localchat.config import ModelConfig, read_json
+from localchat.config import ModelConfig, TensorFormat, read_json
 from localchat.errors import BadCheckpoint, UserError
 from localchat.foreign import USE_INSTEAD
 from localchat.quantize import qwen3_5
 from localchat.quantize.codes import Codes
 from localchat.quantize.quantised import IGNORED, QuantisedMatrix, by_matrix, kept_format, what_is_lost
 from localchat.quantize.source import TEXT_FILES, Source, expected_shapes
-from localchat.shards import Shards, open_shards
+from localchat.shards import Shards, Span, open_shards
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.")
 # Buffers that old checkpoints carry; they follow from the config.
@@ -61,20 +61,38 @@ class HFSource(Source):
                 del self._stored[name], self.shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """See Source.read; a tensor that nobody has quantised is mapped from its file."""
+        """See Source.read."""
         place = self._stored[name]
-        tensor = self._shards.get(place) if isinstance(place, str) else place.weight()
-        return self._ours(name, tensor)
+        return self.formed(name, self._shards.read(place) if isinstance(place, str) else place.weight())
+
+    def span(self, name: str) -> Span | None:
+        """See Source.span."""
+        place = self._stored[name]
+        return self._shards.span(place) if isinstance(place, str) else None
+
+    def formed(self, name: str, stored: Tensor) -> Tensor:
+        """See Source.formed; also of the codes or scales of a tensor, which have the same rows."""
+        return qwen3_5.ours(name, stored, self.model_config, zero_centred=True) if self._hybrid else stored
 
     def codes(self, name: str) -> Codes | None:
         """See Source.codes."""
         place = self._stored[name]
         codes = None if isinstance(place, str) else place.codes()
-        return None if codes is None else codes.of_rows(lambda tensor: self._ours(name, tensor))
+        return None if codes is None else codes.of_rows(lambda tensor: self.formed(name, tensor))
+
+    def has_wide_scales(self, name: str, format_: TensorFormat) -> bool:
+        """See Source.has_wide_scales."""
+        place = self._stored[name]
+        return not isinstance(place, str) and place.has_wide_scales(format_)
 
     def what_is_lost(self, group_size: int, symmetric: bool) -> str:
         """See Source.what_is_lost."""
         return what_is_lost(self._quantised, group_size, symmetric)
+
+    def files_of(self, name: str) -> set[Path]:
+        """The files that hold a tensor, or what a quantised one is made of."""
+        place = self._stored[name]
+        return {self._shards.names[stored] for stored in ((place,) if isinstance(place, str) else place.stored)}
 
     def nbytes(self, name: str) -> int:
         """See Source.nbytes."""
@@ -84,10 +102,6 @@ class HFSource(Source):
 
     def _shape(self, place: str | QuantisedMatrix) -> tuple[int, ...]:
         return self._shards.shape(place) if isinstance(place, str) else place.shape
-
-    def _ours(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as stored, or the codes or scales of one, in the form of the packed folder."""
-        return qwen3_5.ours(name, tensor, self.model_config, zero_centred=True) if self._hybrid else tensor
 
     def files(self) -> dict[str, bytes]:
         """See Source.files."""
@@ -104,8 +118,8 @@ class HFSource(Source):
         self._shards.close()
 
 
-def open_hf(folder: Path) -> HFSource:
-    """Open a model folder.
+def open_hf(folder: Path, shards: Shards | None = None) -> HFSource:
+    """Open a model folder; `shards` are its weights, where they are not in it.
 
     Raises:
         BadCheckpoint: config or files are damaged, quantised in a way that is not read, or would be computed wrongly.
@@ -115,7 +129,7 @@ def open_hf(folder: Path) -> HFSource:
     model_config = ModelConfig.from_dict(config)
     if model_config.quantization is not None:
         raise UserError(f"{folder}: is already packed by localchat; quantise the original model instead.")
-    shards = open_shards(folder)
+    shards = shards or open_shards(folder)
     try:
         return HFSource(folder, config, shards)
     except BadCheckpoint:
@@ -148,7 +162,10 @@ def _stored(
                 f"{folder}: {name} has the dtype {shards.dtype(name)}, wanted one of {', '.join(_FLOATS)}."
             )
         stem, _, kind = canonical.rpartition(".")
-        if not (kind == "bias" and stem in matrices and canonical not in expected and not shards.get(name).any()):
+        unexpected = kind == "bias" and stem in matrices and canonical not in expected
+        if unexpected and (shards.arriving or not shards.read(name).any()):
+            matrices[stem]["bias"] = name  # where it is still to come, the matrix looks at it
+        else:
             stored[canonical] = name
     try:
         if foreign:

@@ -16,13 +16,19 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "F8_E4M3": 1, "I8":
 
 
 class Parts:
-    """Tensors by their kind ("qweight", "scales", ...). name: the matrix, for messages; stored: kind -> full name."""
+    """Tensors by their kind ("qweight", "scales", ...). name: the matrix, for messages; stored: kind -> full name.
 
-    def __init__(self, name: str, stored: Mapping[str, str], shards: Shards, foreign: Foreign) -> None:
+    headers_only: no tensor is read; which inputs share a group is what `foreign` says.
+    """
+
+    def __init__(
+        self, name: str, stored: Mapping[str, str], shards: Shards, foreign: Foreign, *, headers_only: bool = False
+    ) -> None:
         self.name = name
         self.foreign = foreign
         self._stored = stored
         self._shards = shards
+        self._headers_only = headers_only
 
     def __contains__(self, kind: str) -> bool:
         return kind in self._stored
@@ -31,6 +37,11 @@ class Parts:
     def nbytes(self) -> int:
         """Bytes of all of them in the files."""
         return sum(_BYTES.get(self.dtype(kind), 1) * prod(self.shape(kind)) for kind in self._stored)
+
+    @property
+    def has_wide_scales(self) -> bool:
+        """Whether a tensor of scales is fp32."""
+        return any("scale" in kind and self.dtype(kind) == "F32" for kind in self._stored)
 
     def shape(self, kind: str) -> tuple[int, ...]:
         """From the file's header alone.
@@ -78,7 +89,7 @@ class Parts:
         if got not in shapes or self.dtype(kind) not in dtypes:
             wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}"
             raise BadCheckpoint(f"{self.name}.{kind} is {self.dtype(kind)} {list(got)}, wanted {wanted}.")
-        return self._shards.get(self._stored[kind])
+        return self._shards.read(self._stored[kind])
 
     def group_of(self, k: int, groups: int, group_size: int, kind: str | None = None) -> Tensor:
         """Which group each of k inputs is in, int64 [K]: by the tensor `kind` where there is one, else in a row.
@@ -86,7 +97,9 @@ class Parts:
         Raises:
             BadCheckpoint: there are more inputs than groups, or an index of a group that is none.
         """
-        if kind is not None and kind in self:
+        if self._headers_only and self.foreign.act_order:
+            return torch.arange(k) % groups  # any order but that of neighbours
+        if kind is not None and kind in self and not self._headers_only:
             given = self.integers(kind, (k,)).long()
             if not bool((given < 0).all()):  # compressed-tensors' word for "in a row"
                 if int(given.min()) < 0 or int(given.max()) >= groups:

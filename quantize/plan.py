@@ -70,6 +70,13 @@ def check_recipe(recipe: Recipe) -> None:
             raise UsageError(f"--keep {pattern}: is not a regular expression ({error}).") from error
 
 
+def kept_by(config: ModelConfig) -> TensorFormat | None:
+    """The format that keeps the levels of a 4-bit checkpoint of another tool, as far as its config says it."""
+    foreign = config.foreign_quantization
+    size = foreign.kept_group_size if foreign else 0
+    return TensorFormat(4, size, foreign.symmetric) if foreign and size else None
+
+
 def plan(config: ModelConfig, recipe: Recipe, *, mtp: bool = False) -> list[Matrix]:
     """The matrices of the packed folder in the order of the forward pass.
 

@@ -10,6 +10,7 @@ from math import prod
 from torch import Tensor
 
 from localchat.config import TensorFormat
+from localchat.errors import BadCheckpoint
 from localchat.foreign import Foreign
 from localchat.kernels.int4_packing import GROUP_SIZES, group_size_for
 from localchat.quantize import awq, compressed_tensors, fp8, gptq_format
@@ -24,12 +25,18 @@ IGNORED = (*(f".{x}_scale" for x in ("input", "output", "activation", "q", "k", 
 
 
 class QuantisedMatrix:
-    """One matrix [N, K] behind several tensors. name: its canonical name without ".weight", for messages."""
+    """One matrix [N, K] behind several tensors. name: its canonical name without ".weight", for messages.
+
+    stored: the names of these tensors. Of shards that are still to come only headers are read before `codes`: layout
+    then trusts config.json for the order of the inputs, and `codes` does not.
+    """
 
     def __init__(self, name: str, stored: Mapping[str, str], shards: Shards, foreign: Foreign) -> None:
+        self.stored = tuple(stored.values())
         self._parts = Parts(name, stored, shards, foreign)
         self._rules = None if "weight" in stored else _INTEGERS.get(foreign.tool)
-        self.layout = self._rules.layout(self._parts) if self._rules else None
+        known = Parts(name, stored, shards, foreign, headers_only=True) if shards.arriving else self._parts
+        self.layout = self._rules.layout(known) if self._rules else None
         self.shape = self.layout.shape if self.layout else fp8.shape(self._parts)
         self.nbytes = self._parts.nbytes
 
@@ -37,8 +44,9 @@ class QuantisedMatrix:
         """The whole numbers and their scales; None of FP8.
 
         Raises:
-            BadCheckpoint: a tensor is missing, or of another shape or dtype.
+            BadCheckpoint: a tensor is missing, or of another shape or dtype, or there is a bias that is not zero.
         """
+        self._check_bias()
         return self._rules.decode(self._parts) if self._rules else None
 
     def weight(self) -> Tensor:
@@ -49,6 +57,17 @@ class QuantisedMatrix:
         """
         codes = self.codes()
         return fp8.decode(self._parts) if codes is None else codes.values()
+
+    def has_wide_scales(self, format_: TensorFormat) -> bool:
+        """Whether keeping its levels in this format may take scales of fp32: they are, or have zero points."""
+        if self.layout is None or format_.bits != 4 or not self.layout.is_kept(format_.group_size, format_.symmetric):
+            return False
+        return not (self.layout.symmetric or format_.symmetric) or self._parts.has_wide_scales
+
+    def _check_bias(self) -> None:
+        """A bias of zeros may stand beside a matrix that has none; leaving out another would give wrong answers."""
+        if "bias" in self._parts and bool(self._parts.floats("bias", (self.shape[0],)).any()):
+            raise BadCheckpoint(f"{self._parts.name}.bias is unexpected in a model of this config, and is not zero.")
 
 
 def kept_format(matrices: Iterable[QuantisedMatrix]) -> TensorFormat | None:

@@ -6,7 +6,7 @@ source with its config before anything is written.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from localchat.config import ModelConfig, TensorFormat
 from localchat.errors import BadCheckpoint
 from localchat.quantize.codes import Codes
+from localchat.shards import Span
 
 # Files of a model folder that the chat needs beside the weights.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -23,12 +24,36 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json
 Grid = tuple[Tensor, Tensor]
 
 
+class Arrival(ABC):
+    """How the files of a source come, where they do so while it is converted: in an order, and not for long."""
+
+    @abstractmethod
+    def rank(self, name: str) -> int:
+        """How many files come before the last one that holds some of the tensor `name`."""
+
+    @abstractmethod
+    def most_bytes(self, steps: Sequence[Collection[str]]) -> int:
+        """The most that the files take on the disk at once, if tensors are needed in this order."""
+
+    @abstractmethod
+    def keep(self, names: Collection[str]) -> None:
+        """These tensors will still be read. The files that hold some of them come; every other one goes."""
+
+    @abstractmethod
+    def arrived_bytes(self) -> int:
+        """How much has come so far."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Let nothing more come; who waits for it gets an error."""
+
+
 class Source(ABC):
     """A checkpoint that can be converted.
 
     kind: "safetensors" or "gguf". name: the path, for messages. config: config.json's content; model_config: the same,
     read. shapes: canonical tensor name -> shape. kept_format: the weights already lie on a 4-bit grid, which a packed
-    folder of this format keeps.
+    folder of this format keeps. arrival: None where all of it is here.
     """
 
     kind: str
@@ -37,6 +62,7 @@ class Source(ABC):
     model_config: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
     kept_format: TensorFormat | None = None
+    arrival: Arrival | None = None
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -46,6 +72,14 @@ class Source(ABC):
             BadCheckpoint: its bytes cannot be read.
         """
 
+    def span(self, name: str) -> Span | None:
+        """Where the bytes lie that `formed` makes the tensor from, or None where `read` is the only way to it."""
+        return None
+
+    def formed(self, name: str, stored: Tensor) -> Tensor:
+        """The tensor under its canonical name from what its span holds, on any device."""
+        return stored
+
     def grid(self, name: str) -> Grid | None:
         """Where the levels of a 4-bit source lie, or None: for groups of 32 inputs, w = scale * code + min."""
         return None
@@ -53,6 +87,10 @@ class Source(ABC):
     def codes(self, name: str) -> Codes | None:
         """The whole numbers behind a matrix of a 4-bit or 8-bit source, or None where `read` has all there is."""
         return None
+
+    def has_wide_scales(self, name: str, format_: TensorFormat) -> bool:
+        """Whether a matrix needs scales of fp32 in this format, so that every weight stays what it is."""
+        return False
 
     def what_is_lost(self, group_size: int, symmetric: bool) -> str:
         """What packing into such a format does to a source that is quantised already, as a clause; or "".

@@ -87,6 +87,9 @@ def test_quantize() -> None:
     assert (args.source, args.output, args.group_size, args.min, args.sym) == ("src", "out", 64, True, False)
     assert (args.keep, args.max_shard_size, args.overwrite) == ([("a=b", 16), ("lm_head", 8)], 1_500_000_000, True)
     assert parse_command_line(["quantize", "src", "--max-shard-size", "2GiB"]).max_shard_size == 2 << 30
+    assert (args.resume, args.stream, args.dry_run) == (False, False, False)
+    args = parse_command_line(["quantize", "src", "--resume", "--stream", "--dry-run"])
+    assert (args.resume, args.stream, args.dry_run) == (True, True, True)
 
 
 @pytest.mark.parametrize(

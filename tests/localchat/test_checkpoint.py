@@ -56,7 +56,7 @@ def test_another_layout_or_version_is_refused_by_name(folder: Path, change: dict
 
 
 def test_a_folder_that_is_not_packed_says_how_to_pack_it(folder: Path) -> None:
-    edit_config(folder, quant_method="other")
+    edit_config(folder, quant_method="gptq", bits=4)
     assert "localchat quantize" in sentence(folder)
 
 
@@ -73,7 +73,11 @@ def test_a_missing_or_foreign_tensor_is_named(folder: Path) -> None:
     assert "extra is not part" in sentence(folder)
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(3), torch.ones(288, dtype=torch.int32)], ids=["shape", "dtype"])
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.ones(3), torch.ones(288, dtype=torch.int32), torch.ones(288).to(torch.float8_e4m3fn)],
+    ids=["shape", "dtype", "bytes"],
+)
 def test_a_tensor_of_the_wrong_kind_is_named(folder: Path, wrong: torch.Tensor) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"norm.weight": wrong}))
     assert "norm.weight is" in sentence(folder)

@@ -71,6 +71,13 @@ def test_a_large_download_is_asked_for(
     assert events == ["org/model False", "closed"]
 
 
+def test_an_unfinished_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(UserError, match=r"out\.partial is an unfinished conversion") as caught:
+        prepare.packed_folder(str(tmp_path / "out.partial"), offline=True, yes=False)
+    assert "--resume" in caught.value.hint
+
+
 def test_a_name_that_is_another_models_is_said_to_be(capsys: Capture) -> None:
     with pytest.raises(UserError, match=r"Qwen/Qwen3\.5-27B"):
         prepare.packed_folder("qwen2.5-27b", offline=True, yes=False)

@@ -72,7 +72,7 @@ def test_a_file_that_is_cut_short_is_named(folder: Path) -> None:
 def test_an_error_stops_all_threads(folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     reads, read = [], module._read
 
-    def failing(file: int, piece: module._Piece, into: torch.Tensor) -> None:
+    def failing(file: int, piece: module.Piece, into: torch.Tensor) -> None:
         reads.append(piece)
         if len(reads) >= 3:
             raise KeyboardInterrupt

@@ -111,7 +111,8 @@ def mtp_of() -> Callable[..., dict[str, Tensor]]:
 def make_hf(tmp_path: Path) -> MakeHF:
     """A function that writes a model folder: make_hf(arch, dtype=, shards=, prefix=, change=, name=, **config).
 
-    mtp: with that head. wrapper: the keys around a nested text_config. stem: of the names of several shards.
+    mtp: with that head. wrapper: the keys around a nested text_config. stem: of the names of several shards. in_order:
+    a shard holds neighbours, as on the hub, instead of every so-many-th tensor.
     """
 
     def make(
@@ -124,6 +125,7 @@ def make_hf(tmp_path: Path) -> MakeHF:
         mtp: bool = False,
         wrapper: dict[str, Any] | None = None,
         stem: str = "model-",
+        in_order: bool = False,
         **overrides: Any,
     ) -> Path:
         folder = tmp_path / name
@@ -146,7 +148,7 @@ def make_hf(tmp_path: Path) -> MakeHF:
         index = {}
         for i in range(shards):
             file = f"{stem}{i + 1:05d}-of-{shards:05d}.safetensors"
-            part = names[i::shards]
+            part = names[i * len(names) // shards : (i + 1) * len(names) // shards] if in_order else names[i::shards]
             save_file({n: weights[n] for n in part}, folder / file)
             index.update(dict.fromkeys(part, file))
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))

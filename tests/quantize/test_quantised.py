@@ -143,7 +143,7 @@ def matrices(folder: Path) -> Tensors:
         stems = [name.removesuffix(".qweight") for name in shards.names if name.endswith(".qweight")]
         stored = {s: [shards.get(f"{s}.{k}") if f"{s}.{k}" in shards.names else None for k in KINDS] for s in stems}
     return {
-        stem: dequantize(words, *(s and unpack_scales(s, len(words)) for s in scales))
+        stem: dequantize(words, *(None if s is None else unpack_scales(s, len(words)) for s in scales))
         for stem, (words, *scales) in stored.items()
     }
 
