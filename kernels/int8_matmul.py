@@ -197,8 +197,8 @@ def gemv_steps(k: int) -> int:
     """
     if k % 16:
         return 1
-    steps = triton.cdiv(k, GEMV_K)
-    return triton.cdiv(steps, triton.cdiv(steps, GEMV_STEPS))
+    steps = -(-k // GEMV_K)
+    return -(-steps // -(-steps // GEMV_STEPS))
 
 
 def dequantize_int8(weight: Tensor, scales: Tensor, out: Tensor) -> Tensor:
