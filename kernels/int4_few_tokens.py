@@ -17,13 +17,14 @@ that correct raw codes.
 
 What a warp loads it asks for BATCH tiles at a time, one batch ahead. The compiler's scheduler moves loads down to where
 they are used, to save registers, which leaves the memory idle; it does not move them across the instruction that lets
-the next kernel start, which does nothing when it is repeated. So that one stands behind each batch.
+the next kernel start, which does nothing when it is repeated. So that one stands behind each batch, where cards have it
+(9.0 and newer); on others the scheduler has its way.
 """
 
 from localchat.kernels.activations import silu
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import tile_offset
-from localchat.kernels.int4_fragments import add_scaled, raw_product, sums_of_x
+from localchat.kernels.int4_fragments import raw_product, scaled_product, sums_of_x
 from localchat.kernels.pdl import let_next_start, wait_for_previous
 from localchat.kernels.scaled_half import in_units, row_factors
 
@@ -44,7 +45,7 @@ def _words(
     at = w_ptr + tile_offset(block, tile, lane % 8 + BELOW, c, words_k, WHOLE)
     if EVEN and USE_PTX:
         return tl.inline_asm_elementwise(
-            _LOAD_WORDS, "=r,=r,=r,=r,l,l,l,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=4
+            _LOAD_WORDS, "=r,=r,=r,=r,l,l,l,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=4
         )
     return tl.load(at, mask=c < words_k - tile * 16, other=0, eviction_policy="evict_first")
 
@@ -66,7 +67,7 @@ def _pairs(
         pair = ptr.to(tl.pointer_type(tl.int32)) + at
         if EVEN and USE_PTX:
             first = tl.inline_asm_elementwise(
-                _LOAD_PAIR, "=r,l", [pair.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+                _LOAD_PAIR, "=r,l", [pair.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
             )
         else:
             first = tl.load(pair, mask=valid, other=0)
@@ -200,8 +201,7 @@ def _steps(
             if not RAW:
                 s_up, s_low = _both(pairs[0], WIDE)
                 m_up, m_low = _both(pairs[1], WIDE)
-                none = tl.zeros([PARTS * 8, 16], tl.float32)
-                y = add_scaled(none, up, low, s_up, s_low, m_up, m_low, x[0], x[1], x[2], x[3], HAS_MIN, PARTS, USE_PTX)
+                y = scaled_product(up, low, s_up, s_low, m_up, m_low, x[0], x[1], x[2], x[3], HAS_MIN, PARTS, USE_PTX)
             elif G8 == 16:
                 y = _raw(up, low, pairs, x, sums, HAS_MIN, WIDE, USE_PTX, PARTS)
             else:
@@ -275,21 +275,20 @@ def int4_few_tokens_kernel(
     steps = tl.cdiv(words_k, 16 * PARTS)
     acc = tl.zeros([PARTS * 8, 16], tl.float32)
     # The first weights are on their way while the kernel before still works.
-    FIRST: tl.constexpr = BATCH if BATCH < COUNT else COUNT
-    fetched = _fetch(w_ptr, s_ptr, m_ptr, block, 0, words_k, FIRST, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS)
+    fetched = _fetch(w_ptr, s_ptr, m_ptr, block, 0, words_k, BATCH, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS)
     wait_for_previous(PDL)
     tokens = tl.arange(0, TOKENS)
     factor = row_factors(row_scale_ptr, tokens, T, parts, words_k * 8, eps, SQUARES)
     acc = _steps(
-        acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, 0, steps, T, words_k, COUNT, FIRST,
+        acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, 0, steps, T, words_k, COUNT, BATCH,
         G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
     )  # fmt: skip
     for step in tl.range(COUNT, steps - REST, COUNT, num_stages=1):
         fetched = _fetch(
-            w_ptr, s_ptr, m_ptr, block, step, words_k, FIRST, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS
+            w_ptr, s_ptr, m_ptr, block, step, words_k, BATCH, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS
         )
         acc = _steps(
-            acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, step, steps, T, words_k, COUNT, FIRST,
+            acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, step, steps, T, words_k, COUNT, BATCH,
             G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
         )  # fmt: skip
     if REST > 0:

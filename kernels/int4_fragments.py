@@ -70,8 +70,8 @@ def _raw_ptx() -> str:
 
 
 def _scaled_ptx(has_min: bool) -> str:
-    """Weights in fp16 times x, in two chains. $0-$3, $4-$7 sums; $8-$15 words, $16-$31 x, $32-$35 where the first
-    starts; then pairs of the scale of the upper row ($36; $37 is the same), of the lower ($38), and so of the minimum.
+    """Weights in fp16 times x, in two chains. $0-$3, $4-$7 sums; $8-$15 words, $16-$31 x; then pairs of the scale of
+    the upper row ($32; $33 is the same), of the lower ($34), and so of the minimum.
     """
     # Code (minus 8): 1024 (+ 8) from the even ones, a 16th minus 64 (+ 8) of the odd ones.
     even, odd = ("0x64006400", "0xd400d400") if has_min else ("0x64086408", "0xd480d480")
@@ -82,11 +82,11 @@ def _scaled_ptx(has_min: bool) -> str:
         for p in range(4):
             text += _nibbles(8, i, p)
             for k in range(4):
-                a, scale, least = f"a{k}", f"${36 + 2 * (k % 2)}", f"${40 + 2 * (k % 2)}"
+                a, scale, least = f"a{k}", f"${32 + 2 * (k % 2)}", f"${36 + 2 * (k % 2)}"
                 text += f"fma.rn.f16x2 {a}, {a}, f, o;\n" if p % 2 else f"sub.f16x2 {a}, {a}, e;\n"
                 text += f"fma.rn.f16x2 {a}, {a}, {scale}, {least};\n" if has_min else f"mul.f16x2 {a}, {a}, {scale};\n"
             into = _four(4 * (i // 2))
-            start = into if p else _four(32) if i == 0 else "{z, z, z, z}"
+            start = into if p else "{z, z, z, z}"
             text += _mma(into, "{a0, a1, a2, a3}", _x(16, p, i), start)
     return text + "}"
 
@@ -103,8 +103,8 @@ _SCALED = tl.constexpr(_scaled_ptx(False))
 _SCALED_MIN = tl.constexpr(_scaled_ptx(True))
 _SUMS_OPERANDS = tl.constexpr(_operands("r16"))
 _RAW_OPERANDS = tl.constexpr(_operands("r8", "r16", "f8"))
-_SCALED_OPERANDS = tl.constexpr(_operands("r8", "r16", "f4", "r4"))
-_SCALED_MIN_OPERANDS = tl.constexpr(_operands("r8", "r16", "f4", "r8"))
+_SCALED_OPERANDS = tl.constexpr(_operands("r8", "r16", "r4"))
+_SCALED_MIN_OPERANDS = tl.constexpr(_operands("r8", "r16", "r8"))
 
 
 @triton.jit
@@ -181,20 +181,20 @@ def _twin_rows(w, s, m, x0, x1, x2, x3, HAS_MIN: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def add_scaled(
-    acc, w_up, w_low, s_up, s_low, m_up, m_low, x0, x1, x2, x3,
+def scaled_product(
+    w_up, w_low, s_up, s_low, m_up, m_low, x0, x1, x2, x3,
     HAS_MIN: tl.constexpr, PARTS: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """acc plus a tile, its weights scaled before the product."""
+    """What a tile gives, its weights scaled before the product."""
     if not USE_PTX:
         up = _twin_rows(w_up, s_up, m_up, x0, x1, x2, x3, HAS_MIN, PARTS)
         low = _twin_rows(w_low, s_low, m_low, x0, x1, x2, x3, HAS_MIN, PARTS)
-        return acc + _fragment(up, low, PARTS)
+        return _fragment(up, low, PARTS)
     if HAS_MIN:
         first, second = tl.inline_asm_elementwise(
             _SCALED_MIN,
             _SCALED_MIN_OPERANDS,
-            [w_up, w_low, x0, x1, x2, x3, acc, s_up, s_low, m_up, m_low],
+            [w_up, w_low, x0, x1, x2, x3, s_up, s_low, m_up, m_low],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=4,
@@ -203,7 +203,7 @@ def add_scaled(
         first, second = tl.inline_asm_elementwise(
             _SCALED,
             _SCALED_OPERANDS,
-            [w_up, w_low, x0, x1, x2, x3, acc, s_up, s_low],
+            [w_up, w_low, x0, x1, x2, x3, s_up, s_low],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=4,

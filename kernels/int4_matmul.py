@@ -3,11 +3,10 @@
 x [T, K], y [T, N]; qweight int32 [N', K/8], scales and mins [N'/16, K/G, 16], bias [N]; N' is N rounded up to 16.
 Bytes moved for one token: N * K / 2 codes + 2 N K / G a scale (twice that with mins); x and y are nothing beside it.
 
-On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 with |x| <= 512 and a power of two per row. Three
-kernels share the layout:
+On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor per row. Three kernels share the layout:
 
     int4_few_tokens 1 to 8 tokens: tensor-core instructions fed from registers, in the order in which words lie.
-    int4_gemm       9 to about 64 tokens: tl.dot on dequantised tiles, one dot per nibble position, so that nothing is
+    int4_gemm       more, up to 64: tl.dot on dequantised tiles, one dot per nibble position, so that nothing is
                     shuffled: the inputs of nibble p are gathered from x instead.
     dequantize_int4 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import scale_offset, word_offset
 from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
@@ -32,7 +32,7 @@ class Fragments(NamedTuple):
     batch: int
 
 
-def settings_for(tokens: int, n: int, k: int) -> Fragments:
+def settings_for(n: int, k: int) -> Fragments:
     """How the kernel for 1 to 8 tokens is launched. Measured on an H200, 2026-11-30 (NOTES.md).
 
     Four warps everywhere. Batches of five are best where all programs find room at once (three a multiprocessor) or
@@ -173,32 +173,96 @@ def int4_matmul(
     dtype: torch.dtype = torch.float32,
     settings: Fragments | None = None,
     use_ptx: bool | None = None,
-    swiglu: bool = False,
-    behind: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """x fp16 [T, K] with row_scale fp32 [T] (scaled half) -> y [T, N] in `dtype`.
 
-    bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has. With `Squares`
-    instead of row scales up to 8 tokens.
+    bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
-    swiglu, behind: see `int4_matmul_swiglu` and `int4_matmul_norm`.
+    More than 8 tokens take fp16 scales only (fp32 ones do not fit into the products of tl.dot), and no `Squares`.
     settings: of the kernel for up to 8 tokens; None: `settings_for`. use_ptx: that kernel's inline PTX or its plain
     twin; None: PTX on CUDA, where the interpreter has none.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together, or the settings are for fewer tokens.
+        ValueError: shapes or dtypes do not belong together, or there are too many tokens for what is asked.
     """
+    n, tokens = qweight.shape[0] if rows is None else rows, x.shape[0]
+    y = torch.empty(tokens, n, dtype=dtype, device=x.device) if out is None else out
+    stored = (qweight, scales, mins, bias, residual)
+    if tokens <= FEW_TOKENS:
+        _few_tokens(x, row_scale, *stored, y, n, settings=settings, use_ptx=use_ptx)
+        return y
+    if settings is not None or scales.dtype != torch.float16 or isinstance(row_scale, Squares):
+        raise ValueError(
+            f"int4_matmul: got {tokens} tokens with {scales.dtype} scales, {type(row_scale).__name__} and settings "
+            f"{settings}, wanted up to {FEW_TOKENS}, or fp16 scales, row scales and no settings"
+        )
+    tensors, flags = _arguments(x, *stored, n)
+    block_t = gemm_tokens(tokens)
+    grid = (triton.cdiv(n, 64), triton.cdiv(tokens, block_t))
+    _int4_gemm_kernel[grid](
+        x, row_scale, *tensors, y, tokens, n, x.shape[1] // 32,
+        **flags, BLOCK_T=block_t, BLOCK_N=64, WORDS=32, num_warps=GEMM_WARPS, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
+def _few_tokens(
+    x: Tensor,
+    row_scale: Tensor | Squares,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    n: int,
+    *,
+    settings: Fragments | None = None,
+    use_ptx: bool | None = None,
+    swiglu: bool = False,
+    behind: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Launch the kernel for up to 8 tokens. behind: gain, half and sums of squares of `int4_matmul_norm`."""
+    tensors, flags = _arguments(x, qweight, scales, mins, bias, residual, n)
+    tokens, k = x.shape
+    if tokens > FEW_TOKENS:
+        raise ValueError(f"int4_matmul: got {tokens} tokens, wanted up to {FEW_TOKENS}")
+    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, settings or settings_for(n, k))
+    factors, parts, eps, squares = factor_options(row_scale)
+    gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
+    int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS,)](
+        x, factors, *tensors, y, gain, half, sums, tokens, n, k // 32, parts, eps,
+        SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None,
+        **flags, **launch, USE_PTX=x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x),
+    )  # fmt: skip
+
+
+def _arguments(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    n: int,
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The stored tensors and flags of both products' kernels; where there is none, a tensor that nobody reads."""
     (tokens, k), (stored, words) = x.shape, qweight.shape
-    n = stored if rows is None else rows
     groups = scales.shape[1] if scales.dim() == 3 else 0
     group_size = k // max(groups, 1)
     fits = words * 8 == k and stored == padded_rows(n) and scales.shape == (stored // TILE_ROWS, groups, TILE_ROWS)
-    if x.dtype != torch.float16 or not fits or group_size not in GROUP_SIZES or k % group_size:
+    fits = fits and qweight.dtype == torch.int32 and group_size in GROUP_SIZES and k % group_size == 0
+    if x.dtype != torch.float16 or not fits:
         raise ValueError(
-            f"int4_matmul: got x {x.dtype} {list(x.shape)}, qweight {list(qweight.shape)}, "
-            f"scales {list(scales.shape)}, wanted fp16 [T, K], [N rounded up to 16, K/8], [N/16, K/G, 16]"
+            f"int4_matmul: got x {x.dtype} {list(x.shape)}, qweight {qweight.dtype} {list(qweight.shape)}, "
+            f"scales {list(scales.shape)}, wanted fp16 [T, K], int32 [N rounded up to 16, K/8], [N/16, K/G, 16]"
         )
-    y = torch.empty(tokens, n, dtype=dtype, device=x.device) if out is None else out
+    if mins is not None:
+        check_tensor("int4_matmul: mins", mins, (scales.dtype,), scales.shape)
+    if bias is not None:
+        check_tensor("int4_matmul: bias", bias, FLOATS, (n,))
+    if residual is not None:
+        check_tensor("int4_matmul: residual", residual, FLOATS, (tokens, n))
     tensors = (
         qweight,
         scales,
@@ -206,33 +270,13 @@ def int4_matmul(
         scales if bias is None else bias,
         scales if residual is None else residual,
     )
-    flags: dict[str, Any] = {
+    return tensors, {
         "G8": group_size // 8,
         "HAS_MIN": mins is not None,
         "HAS_BIAS": bias is not None,
         "HAS_RES": residual is not None,
         "WHOLE": k % 128 == 0,
     }
-    if tokens <= FEW_TOKENS:
-        launch = few_tokens_options(tokens, k, group_size, scales.dtype, settings or settings_for(tokens, n, k))
-        factors, parts, eps, squares = factor_options(row_scale)
-        # What no flag asks for is a tensor that nobody reads or writes.
-        gain, half, sums = (y, y, y) if behind is None else behind
-        int4_few_tokens_kernel[(stored // TILE_ROWS,)](
-            x, factors, *tensors, y, gain, half, sums, tokens, n, k // 32, parts, eps,
-            SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None,
-            **flags, **launch, USE_PTX=x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x),
-        )  # fmt: skip
-        return y
-    if settings is not None or behind is not None or swiglu or isinstance(row_scale, Squares):
-        raise ValueError(f"int4_matmul: got {tokens} tokens, wanted up to {FEW_TOKENS} for what was asked")
-    block_t = gemm_tokens(tokens)
-    grid = (triton.cdiv(n, 64), triton.cdiv(tokens, block_t))
-    _int4_gemm_kernel[grid](
-        x, row_scale, *tensors, y, tokens, n, k // 32,
-        **flags, BLOCK_T=block_t, BLOCK_N=64, WORDS=32, num_warps=GEMM_WARPS, num_stages=3,
-    )  # fmt: skip
-    return y
 
 
 def int4_matmul_swiglu(
@@ -245,10 +289,17 @@ def int4_matmul_swiglu(
     *,
     rows: int | None = None,
 ) -> Tensor:
-    """As `int4_matmul`, for up to 8 tokens, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT."""
+    """As `int4_matmul`, for up to 8 tokens, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT.
+
+    Raises:
+        ValueError: as `int4_matmul`, or N is odd.
+    """
     n = qweight.shape[0] if rows is None else rows
+    if n % 2:
+        raise ValueError(f"int4_matmul_swiglu: got {n} rows, wanted gate and up in turn")
     out = torch.empty(x.shape[0], n // 2, dtype=torch.float16, device=x.device)
-    return int4_matmul(x, row_scale, qweight, scales, mins, bias, rows=rows, out=out, swiglu=True)
+    _few_tokens(x, row_scale, qweight, scales, mins, bias, None, out, n, swiglu=True)
+    return out
 
 
 def int4_matmul_norm(
@@ -261,18 +312,21 @@ def int4_matmul_norm(
     residual: Tensor,
     gain: Tensor,
     eps: float,
-    *,
-    rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Squares]:
     """As `int4_matmul`, for up to 8 tokens, and what the product behind an RMSNorm of y takes.
 
-    gain [N] and eps: of that norm. -> y fp32 [T, N]; y * gain / UNIT in fp16 [T, N]; the sums of squares of y.
+    residual fp32 [T, N]; gain [N] and eps: of that norm. -> y fp32 [T, N]; y * gain / UNIT in fp16 [T, N]; the sums of
+    squares of y.
+
+    Raises:
+        ValueError: as `int4_matmul`.
     """
-    (tokens, n), blocks = residual.shape, qweight.shape[0] // TILE_ROWS
-    half = torch.empty(tokens, n, dtype=torch.float16, device=x.device)
-    squares = Squares(torch.empty(tokens, blocks, dtype=torch.float32, device=x.device), eps)
+    tokens, n = residual.shape
+    check_tensor("int4_matmul_norm: gain", gain, FLOATS, (n,))
+    y, half = torch.empty_like(residual), torch.empty(tokens, n, dtype=torch.float16, device=x.device)
+    squares = Squares(torch.empty(tokens, qweight.shape[0] // TILE_ROWS, device=x.device), eps)
     behind = (gain, half, squares.parts)
-    y = int4_matmul(x, row_scale, qweight, scales, mins, bias, residual, rows=rows, behind=behind)
+    _few_tokens(x, row_scale, qweight, scales, mins, bias, residual, y, n, behind=behind)
     return y, half, squares
 
 

@@ -2,8 +2,8 @@
 
 gate_up [T, 2I] (gate and up in turn), y [T, I]; computed in fp32, rounded once. Source: arXiv 2002.05202.
 The reference returns gate_up's dtype. The kernel takes fp32 or bf16 and returns what down_proj takes: scaled half
-(kernels/scaled_half.py), which needs the row's maximum first and so reads the row twice (the second time from L2),
-or bf16 in one pass. Moves 2 T I elements in and 2 T I bytes out; one program a row.
+(kernels/scaled_half.py), which needs the row's maximum first and so reads a row beyond 32,768 twice (the second
+time from L2), or bf16 in one pass. Moves 2 T I elements in and 2 T I bytes out; one program a row.
 """
 
 import torch

@@ -41,8 +41,9 @@ Activation = tuple[Tensor, Tensor | Squares | None]
 
 
 class Summed(NamedTuple):
-    """The residual stream fp32 [T, H], and the scaled half that the norm behind it gives."""
+    """The residual stream fp32 [T, H], and the scaled half that `norm`, which stands behind it, gives."""
 
+    norm: "RMSNorm"
     x: Tensor
     half: Tensor
     squares: Squares
@@ -117,7 +118,7 @@ class CudaOps(ReferenceOps):
             return self._product(x, linear, residual)
         stored = (linear.qweight, linear.scales, linear.mins, linear.bias)
         gain = (behind.weight, behind.eps)
-        return Summed(*int4_matmul_norm(values, factors, *stored, residual, *gain, rows=linear.rows))
+        return Summed(behind, *int4_matmul_norm(values, factors, *stored, residual, *gain))
 
     def norm_swiglu(self, x: Stream, norm: "RMSNorm", gate_up: "Linear") -> "Activation":  # type: ignore[override]
         values, factors = _normed(x, norm)
@@ -139,7 +140,8 @@ class CudaOps(ReferenceOps):
 
     def _product(self, activation: "Activation", linear: "Linear", residual: Tensor | None = None) -> Tensor:
         x, row_scale = activation
-        if row_scale is not None and linear.bits != 16:
+        wide = linear.bits == 4 and linear.scales.dtype != torch.float16 and len(x) > FEW_TOKENS
+        if row_scale is not None and linear.bits != 16 and not wide:
             if linear.bits == 4:
                 stored = (linear.qweight, linear.scales, linear.mins)
                 return int4_matmul(x, row_scale, *stored, linear.bias, residual, rows=linear.rows)
@@ -176,5 +178,7 @@ def _fused(linear: "Linear", tokens: int) -> bool:
 
 def _normed(x: Stream, norm: "RMSNorm") -> "Activation":
     if isinstance(x, Summed):
+        if x.norm is not norm:
+            raise ValueError("a sum was told of another norm behind it than the one that reads it")
         return x.half, x.squares
     return rms_norm(x, norm.weight, norm.eps, half=_few(x))

@@ -164,10 +164,9 @@ class Engine:
         with self._step(ids):
             positions = torch.arange(start, start + len(ids), device=device)
             steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache)
-            for layer, hidden in enumerate(steps, 1):
-                last = hidden[-1:]
+            for layer, hidden in enumerate(steps, 1):  # noqa: B007 -- the last one is what is wanted
                 yield layer / len(self.model.layers)
-        self._hidden = last.clone()  # so that the others' memory is free
+        self._hidden = hidden[-1:].clone()  # so that the others' memory is free
 
     def _moments(self, layers: Iterator[float], pace: Pace | None) -> Iterator[float]:
         """Those of `layers` (all but the last) that are LOOK_UP seconds apart; all are launched at `pace`."""

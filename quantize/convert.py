@@ -1,4 +1,4 @@
-"""Converts a checkpoint to a packed folder, one matrix in memory at a time.
+"""Converts a checkpoint to a packed folder, three matrices in memory at most: read, converted, written.
 
 The plan comes first: which tensors are fused (q, k, v into qkv_proj; gate, up into gate_up_proj; ...: one product
 instead of several), and how each matrix is stored. Then the tensors stream from the source through `scales` into the

@@ -96,14 +96,18 @@ def _for_blocks(w: Tensor, work: Callable[[slice], None], pool: Executor | None)
 
 
 def _storage_dtype(w: Tensor, group_size: int, symmetric: bool) -> torch.dtype:
-    """fp16 where every plain scale and min fits with room for the search, and the largest scale is a normal number."""
+    """fp16 where every plain scale and min fits with room for the search, and the largest scale is a normal number.
+
+    What they decode to has to fit as well: kernels for groups of 32 and 64, and for many tokens, hold weights in fp16.
+    """
     grouped = w.reshape(len(w), -1, group_size)
     low, high = grouped.amin(dim=-1).float(), grouped.amax(dim=-1).float()
     if symmetric:
-        largest = scale = float(torch.maximum(high, -low).max()) / 7
+        scale = float(torch.maximum(high, -low).max()) / 7
+        largest = 8 * scale
     else:
         scale = float((high - low).max()) / 15
-        largest = max(scale, float(low.abs().max()))
+        largest = 15 * scale + float(low.abs().max())
     narrow = largest <= _FP16_MAX / 2 and (scale >= _FP16_MIN_NORMAL or largest == 0)
     return torch.float16 if narrow else torch.float32
 

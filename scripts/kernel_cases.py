@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from localchat.cache import KVCache
+from localchat.cuda_ops import Summed
 from localchat.kernels.int4_matmul import int4_matmul
 from localchat.kernels.int8_matmul import int8_matmul
 from localchat.kernels.rms_norm import rms_norm
@@ -25,7 +26,7 @@ from localchat.kernels.rope_kv_write import rope_kv_write
 from localchat.kernels.sampling import sample, sampling_scratch, sampling_settings
 from localchat.kernels.scaled_half import scaled_half
 from localchat.kernels.swiglu import swiglu
-from localchat.model import Linear, Model
+from localchat.model import Linear, Model, RMSNorm
 from localchat.sampling import Sampling
 
 WALK = 600_000_000  # bytes: ten times the L2 of an H200
@@ -216,18 +217,18 @@ class Cases:
             heads = self._heads(tokens, self.config.linear_value_size)
             yield ["out"], [partial(ops.linear_add, heads, net.out_proj, x, norm) for norm, net in nets]
             stream = ops.linear_add(heads, nets[0][1].out_proj, x, behind)
-        yield ["gate_up"], [partial(ops.norm_swiglu, stream, norm, mlp.gate_up_proj) for _, norm, mlp in mlps]
+        yield ["gate_up"], [partial(ops.norm_swiglu, _for(stream, n), n, mlp.gate_up_proj) for _, n, mlp in mlps]
         inner = ops.norm_swiglu(stream, behind, mlp.gate_up_proj)
         yield ["down"], [partial(ops.linear_add, inner, mlp.down_proj, x, norm) for norm, _, mlp in mlps]
         stream = ops.linear_add(inner, mlp.down_proj, x, before)
         if self.attention:
             norms = [(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.attention]
-            yield ["qkv"], [partial(ops.norm_linear, stream, norm, linear) for norm, linear in norms]
+            yield ["qkv"], [partial(ops.norm_linear, _for(stream, norm), norm, linear) for norm, linear in norms]
         if self.delta_nets:
             nets = [(layer.input_layernorm, layer.linear_attn) for layer in self.delta_nets]
             yield (
                 ["in_proj", "ba"],
-                [partial(ops.norm_linears, stream, norm, net.in_proj_qkvz, net.in_proj_ba) for norm, net in nets],
+                [partial(ops.norm_linears, _for(stream, n), n, net.in_proj_qkvz, net.in_proj_ba) for n, net in nets],
             )
 
     def _heads(self, tokens: int, size: int) -> Tensor:
@@ -305,6 +306,11 @@ def _packed_product(y: Tensor, scale: Tensor, linear: Linear, residual: Tensor |
         stored = (linear.qweight, linear.scales, linear.mins, linear.bias, residual)
         return partial(int4_matmul, y, scale, *stored, rows=linear.rows)
     return partial(int8_matmul, y, scale, linear.weight, linear.scales, linear.bias, residual)
+
+
+def _for(stream: Any, norm: RMSNorm) -> Any:
+    """A sum of another layer as if `norm` stood behind it; it takes the same time."""
+    return stream._replace(norm=norm) if isinstance(stream, Summed) else stream
 
 
 def _nbytes(linear: Linear) -> int:

@@ -225,12 +225,19 @@ def _product_cases() -> list[Case]:
                 {"G8": group // 8, "HAS_MIN": has_min, "WHOLE": k % 128 == 0, "WORDS": 256},
             )
         )
-    pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 512}
+    pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 0}
     vector = {**flags, "ROWS": int8_matmul.GEMV_ROWS, "BLOCK_K": int8_matmul.GEMV_K, "STEPS": int8_matmul.GEMV_STEPS}
     gemv, gemm = "int8_matmul._int8_gemv_kernel", "int8_matmul._int8_gemm_kernel"
     return [
         *cases,
         Case("int8_gemv", gemv, f"{pointers} i32 i32:16 i32 fp32", vector, int8_matmul.GEMV_WARPS),
+        Case(
+            "int8_gemv squares",
+            gemv,
+            f"{pointers} i32 i32:16 i32 fp32",
+            vector | {"SQUARES": 512},
+            int8_matmul.GEMV_WARPS,
+        ),
         *(
             Case(
                 f"int8_gemm {tokens} tokens",
@@ -264,7 +271,7 @@ def _few_tokens_cases() -> list[Case]:
         (32, True, 3072, 1536, "fp16", 1, None),
         (32, True, 3072, 576, "fp32", 8, Fragments(4, 1)),
     ):
-        chosen = settings or int4_matmul.settings_for(tokens, n, k)
+        chosen = settings or int4_matmul.settings_for(n, k)
         dtype = torch.float16 if scales == "fp16" else torch.float32
         launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, chosen)
         warps = launch.pop("num_warps")
@@ -376,10 +383,12 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
 
 
 def _fragments(ttgir: str) -> list[str]:
-    """Layouts of the operands and results of inline PTX with an mma."""
+    """Layouts of the operands and results of inline PTX with an mma, or that loads four registers."""
     aliases = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
     asm = [
-        line.split("pure = true}", 1)[1] for line in ttgir.splitlines() if "inline_asm" in line and "mma.sync" in line
+        line.split("pure = true}", 1)[1]
+        for line in ttgir.splitlines()
+        if "inline_asm" in line and ("mma.sync" in line or ".v4.b32" in line)
     ]
     return sorted({aliases.get(name, name) for line in asm for name in re.findall(r"tensor<[^,>]+, (.*?)>", line)})
 

@@ -70,5 +70,5 @@ def test_fragments_lie_as_the_instruction_takes_them(report: dict[str, dict[str,
         f"#ttg.blocked<{{{blocked}}}>",
         f"#ttg.linear<{{register = [[0, 1], [0, 2]], lane = {lanes}, warp = {warps}, block = []}}>",
     )
-    assert report[case]["word_loads"]
-    assert all(".v4.b32" in load or " 0x10" in load for load in report[case]["word_loads"]), report[case]["word_loads"]
+    assert report[case]["word_loads"]  # those of the inline PTX have this layout as well, the others are as wide
+    assert all(".v4.b32" in load for load in report[case]["word_loads"]), report[case]["word_loads"]

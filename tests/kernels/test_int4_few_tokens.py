@@ -84,7 +84,7 @@ def test_the_ends_that_do_more(
     swiglu = int4_matmul_swiglu(x, row_scale, *stored, bias, rows=n)
     assert relative(swiglu.float() * UNIT, swiglu_reference(wanted)) < BOUND
     residual, gain = torch.randn(tokens, n, device=device), 0.5 + torch.rand(n, device=device)
-    y, half, squares = int4_matmul_norm(x, row_scale, *stored, bias, residual, gain, 1e-5, rows=n)
+    y, half, squares = int4_matmul_norm(x, row_scale, *stored, bias, residual, gain, 1e-5)
     assert relative(y, wanted + residual) < BOUND
     normed = half.float() * squares.row_scale(n)[:, None]
     assert relative(normed, rms_norm_reference(wanted + residual, gain, 1e-5)) < BOUND
@@ -125,10 +125,32 @@ def test_scales_that_fp16_does_not_hold(
     assert relative(out, int4_matmul_reference(x.float(), *stored, rows=20)) < BOUND
 
 
-def test_settings_for_more_tokens_are_refused(device: torch.device) -> None:
-    stored, x = make(16, 64, 32, False, device), torch.zeros(9, 64, dtype=torch.float16, device=device)
+def test_what_only_few_tokens_can_have_is_refused(device: torch.device) -> None:
+    stored, wide = (make(16, 64, 32, False, device, dtype) for dtype in (torch.float16, torch.float32))
+    x, one = torch.zeros(9, 64, dtype=torch.float16, device=device), torch.ones(9, device=device)
     with pytest.raises(ValueError, match="got 9 tokens"):
-        int4_matmul(x, torch.ones(9, device=device), *stored, settings=Fragments(4, 1))
+        int4_matmul(x, one, *stored, settings=Fragments(4, 1))
+    with pytest.raises(ValueError, match=r"got 9 tokens with torch\.float32 scales"):
+        int4_matmul(x, one, *wide)
+    with pytest.raises(ValueError, match="got 9 tokens"):
+        int4_matmul(x, Squares(torch.ones(9, 4, device=device), 0.0), *stored)
+    with pytest.raises(ValueError, match="got 9 tokens"):
+        int4_matmul_swiglu(x, one, *stored)
+
+
+def test_what_does_not_belong_together_is_refused(device: torch.device) -> None:
+    qweight, scales, mins = make(33, 64, 32, True, device)
+    x, one = torch.zeros(1, 64, dtype=torch.float16, device=device), torch.ones(1, device=device)
+    if mins is None:
+        raise AssertionError("made without minima")
+    with pytest.raises(ValueError, match="mins: got float32"):
+        int4_matmul(x, one, qweight, scales, mins.float(), rows=33)
+    with pytest.raises(ValueError, match="bias"):
+        int4_matmul(x, one, qweight, scales, mins, torch.zeros(48, device=device), rows=33)
+    with pytest.raises(ValueError, match="residual"):
+        int4_matmul(x, one, qweight, scales, mins, None, torch.zeros(2, 33, device=device), rows=33)
+    with pytest.raises(ValueError, match="got 33 rows"):
+        int4_matmul_swiglu(x, one, qweight, scales, mins, rows=33)
 
 
 @pytest.mark.gpu
@@ -264,12 +286,12 @@ def test_the_scaled_product(
     """A scale for each row and four words, as in groups of 32; rounding of the weights to fp16 is its only error."""
     words, pairs, codes, x = tile
     scales, mins = torch.rand(2, 16, 4).half() / 100
-    start, wide = torch.randn(16, 8), [each.repeat_interleave(4, 1) for each in (scales, mins)]
-    inputs = [r for each in (words[:8], words[8:], *pairs) for r in lanes(each)] + to_fragment(start)
+    wide = [each.repeat_interleave(4, 1) for each in (scales, mins)]
+    inputs = [r for each in (words[:8], words[8:], *pairs) for r in lanes(each)]
     inputs += [r for each in wide[: 1 + with_min] for half in (each[:8], each[8:]) for r in lanes(half)]
     piece, operands = ("_SCALED_MIN", "_SCALED_MIN_OPERANDS") if with_min else ("_SCALED", "_SCALED_OPERANDS")
     sums = execute(getattr(int4_fragments, piece).value, getattr(int4_fragments, operands).value, inputs)
     s, m = (each.float().repeat_interleave(2, 1) for each in wide)  # by input
     weights = codes * s + m if with_min else (codes - 8) * s
-    wanted = start + torch.einsum("prk,ptk->rt", weights.half().float(), x)
+    wanted = torch.einsum("prk,ptk->rt", weights.half().float(), x)
     assert relative(of_fragment(sums[:4]) + of_fragment(sums[4:]), wanted) < 1e-5

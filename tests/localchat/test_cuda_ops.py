@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localchat.config import TensorFormat
-from localchat.cuda_ops import CudaOps
+from localchat.cuda_ops import CudaOps, Summed
 from localchat.kernels.gated_delta_net import gated_delta_net_reference
 from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.kernels.rope_kv_write import quantize_rows
@@ -70,6 +70,11 @@ def test_two_blocks_of_products(ops: CudaOps, tokens: int, bits: int, size: floa
         last = table.linear_add(heads, first, stream, None)
         return [*table.norm_linears(stream, behind, qkv, ba), last]
 
+    fused = bits == 4 and tokens <= 8
+    stream = ops.linear_add(heads, first, x, before)
+    inside, factors = ops.norm_swiglu(stream, before, gate_up)
+    assert isinstance(stream, Summed) == fused
+    assert isinstance(factors, Tensor) and bool((factors == UNIT).all()) == (fused or float(inside.abs().max()) > 511)
     for out, wanted in zip(blocks(ops), blocks(ReferenceOps()), strict=True):
         assert out.dtype == torch.float32
         assert relative(out, wanted) < 1e-3
@@ -123,3 +128,18 @@ def test_gated_delta_net(ops: CudaOps, tokens: int, dtype: torch.dtype) -> None:
         assert relative(out, wanted) < (1e-3 if dtype == torch.float32 else 5e-3)  # the interpreter cuts bits off
         assert relative(cache[1], wanted_cache[1]) < 1e-3
         assert torch.equal(cache[0], wanted_cache[0])
+
+
+@pytest.mark.parametrize("tokens", [3, 9])
+@pytest.mark.parametrize("by", [1e-6, 1e7])
+def test_scales_that_fp16_does_not_hold(ops: CudaOps, tokens: int, by: float) -> None:
+    """More than 8 tokens take the dense product, in bf16: nothing is NaN, nothing lost."""
+    matrix = linear(48, 96, TensorFormat(4, 32, symmetric=False))
+    if matrix.mins is None:
+        raise AssertionError("made without minima")
+    matrix.scales, matrix.mins = matrix.scales.float() * by, matrix.mins.float() * by
+    x, stream = torch.randn(tokens, 96), torch.zeros(tokens, 48)
+    wanted = ReferenceOps().linear_add(x, matrix, stream, None)
+    out = ops.linear_add(x, matrix, stream, None)
+    assert isinstance(out, Tensor)
+    assert relative(out, wanted) < (1e-3 if tokens <= 8 else 1e-2)

@@ -123,13 +123,16 @@ def test_recorded_formats_count() -> None:
 
 
 def test_codes_take_whole_tiles_of_rows() -> None:
-    """As a Linear has them: gate_up has 2,008 rows of scales and 2,016 of codes."""
+    """As a Linear has them: gate_up has 2,008 rows, which 2,016 rows of codes and of scales hold."""
     entry = replace(MODELS["qwen3-8b"].config, num_hidden_layers=1, hidden_size=2048, intermediate_size=1004)
     formats = default_formats(entry)
     with torch.device("meta"):
-        linears = [Linear(n, k, formats[name]) for name, n, k in _matrices(entry)]
+        matrices = [each for each in _matrices(entry) if each[0] not in ("embed_tokens", "lm_head")]
+        linears = [Linear(n, k, formats[name]) for name, n, k in matrices]
     stored = sum(linear.qweight.nbytes for linear in linears if linear.bits == 4)
     assert rows(ledger(entry, 1))["INT4 weights"] == stored
+    scales = sum(linear.scales.nbytes for linear in linears)
+    assert rows(ledger(entry, 1))["scales"] == scales
 
 
 def test_largest_context() -> None:
