@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SHELLS = ("bash", "zsh", "fish")
 COLORS = ("auto", "on", "off")
 SESSION_ACTIONS = ("list", "show", "rm", "export")
+METHODS = ("rtn", "gptq")  # as in quantize/plan.py (which imports torch)
 KV_CACHES = ("bf16",)
 THINK = ("on", "off", *values.EFFORTS)
 
@@ -142,11 +143,20 @@ def _quantize(parser: "Parser") -> None:
     parser.flag("--group-size", type=int, choices=GROUP_SIZES, help="weights per scale")
     parser.flag("--sym", action="store_true", help="one scale per group (default for large models, groups of 128)")
     parser.flag("--min", action="store_true", help="scale and minimum (default for small models, groups of 32)")
+    method = "rtn rounds with searched scales; gptq calibrates, better and slower (default: rtn)"
+    parser.flag("--method", choices=METHODS, default="rtn", help=method)
+    calib = "a text to calibrate with, instead of the one that is shipped"
+    parser.flag("--calib", metavar="FILE", file=True, help=calib)
+    uniform = "one format for all matrices, no exceptions for sensitive ones"
+    parser.flag("--uniform", action="store_true", help=uniform)
     keep = {"metavar": "REGEX=bf16|int8", "help": "tensors to keep wider"}
     parser.flag("--keep", action="append", convert=values.keep, default=[], **keep)
     size = {"metavar": "SIZE", "help": "longest file, such as 5GB or 500MB"}
     parser.flag("--max-shard-size", convert=values.size_in_bytes, **size)
     parser.flag("--overwrite", action="store_true", help="replace DIR")
+    report = "compare with the source over a text (FILE, or a shipped one): KL, top-1, perplexity, size, speed"
+    parser.flag("--report", nargs="?", const="", metavar="[=FILE]", file=True, help=report)
+    parser.flag("--json", action="store_true", help="print the report as one JSON document")
     _download(parser)
 
 

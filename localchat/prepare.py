@@ -163,6 +163,8 @@ def quantize(args: argparse.Namespace) -> Path:
         UserError: see packed_folder.
     """
     path = store.as_path(args.source)
+    if args.json and args.report is None:
+        raise UsageError("--json is how a report is printed, and none is asked for.", "add --report.")
     if path is None:
         announce(args.source)
     elif packed_format(path):
@@ -174,16 +176,21 @@ def quantize(args: argparse.Namespace) -> Path:
     recipe = _recipe(args, source.path)
     if out:
         run_conversion(source, out, recipe, overwrite=args.overwrite)
-        return out
-    out = store.target(source, repr(recipe))
-    with store.locked(out):
-        run_conversion(source, out, recipe, overwrite=args.overwrite)
+    else:
+        out = store.target(source, repr(recipe))
+        with store.locked(out):
+            run_conversion(source, out, recipe, overwrite=args.overwrite)
+    if args.report is not None:
+        from localchat import quality
+
+        text = Path(args.report).expanduser() if args.report else None
+        quality.print_report(quality.report(source.path, out, text), as_json=args.json)
     return out
 
 
 def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
     """The default for the model, with what the flags say."""
-    from localchat.quantize.convert import default_recipe
+    from localchat.quantize.convert import default_recipe, with_placement
 
     if args.sym and args.min:
         raise UsageError("--sym and --min exclude each other: choose one scale, or a scale and a minimum, per group.")
@@ -192,8 +199,13 @@ def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
         "symmetric": args.sym if args.sym or args.min else None,
         "max_shard_size": args.max_shard_size,
         "keep": tuple(args.keep) or None,
+        "method": args.method,
+        "calibration": Path(args.calib).expanduser() if args.calib else None,
     }
-    return replace(default_recipe(source), **{name: v for name, v in given.items() if v is not None})
+    recipe = replace(default_recipe(source), **{name: v for name, v in given.items() if v is not None})
+    if args.calib and recipe.method != "gptq":
+        raise UsageError("--calib is for --method gptq; rounding reads no text.")
+    return recipe if args.uniform else with_placement(source, recipe)
 
 
 def say(text: str) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from localchat.errors import BadCheckpoint
-from localchat.kernels.int4_packing import dequantize, dequantize_rows
 from localchat.model import Block, Linear
+from localchat.quantize.calibration_text import calibration_windows
 from localchat.quantize.gptq import hessian_of
-from localchat.quantize.layerwise import Stream, load_block
-from localchat.quantize.plan import Matrix
+from localchat.quantize.layerwise import SourceWeights, dense, fast_products
+from localchat.quantize.plan import Matrix, Recipe
 from localchat.quantize.source import Source
 
 
@@ -31,85 +31,75 @@ class Calibration:
     Only `settle` for those that an earlier run has stored.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        matrices: Sequence[Matrix],
-        windows: Sequence[Sequence[int]],
-        device: str | torch.device,
-        pool: Executor | None = None,
-    ) -> None:
-        """windows: the ids of the text, in pieces that start from nothing. pool: workers that share the work.
+    def __init__(self, source: Source, windows: Sequence[Sequence[int]], device: str | torch.device) -> None:
+        """windows: the ids of the text, in pieces that start from nothing.
 
         Raises:
             BadCheckpoint: an id has no row in the embedding.
         """
-        self._source, self._device = source, torch.device(device)
-        self._config = source.model_config
-        self._parts = {f"{m.name}.{kind}": m.parts for m in matrices for kind in ("weight", "bias")}
+        self._name, self._device = source.name, torch.device(device)
+        self._weights = SourceWeights(source)
         self._layer = -1
         self._block: Block | None = None
         self._mixed = False  # the stream is behind the mixer of the present layer
         self._known: tuple[str, Tensor] | None = None  # the last measurement, by the norm in front of it
-        table = source.read("embed_tokens.weight")
-        highest = max(max(window) for window in windows)
-        if highest >= len(table):
-            raise BadCheckpoint(f"{source.name}: its tokenizer gives the id {highest}, its embedding has {len(table)}.")
-        self._stream = Stream(self._config, [table[list(window)] for window in windows], device, pool)
+        highest, rows = max(max(window) for window in windows), source.shapes["embed_tokens.weight"][0]
+        if highest >= rows:
+            raise BadCheckpoint(f"{source.name}: its tokenizer gives the id {highest}, its embedding has {rows} rows.")
+        self._stream = self._weights.stream(windows, device)
 
     def covers(self, matrix: Matrix) -> bool:
         """Whether the text runs through this matrix: those of the layers, and not embedding, head and mtp."""
         return matrix.name.startswith("layers.")
 
-    def hessian(self, matrix: Matrix) -> Tensor:
-        """The mean of x x^T over its inputs, fp32 [K, K].
+    def hessian(self, matrix: Matrix, pool: Executor | None = None) -> Tensor:
+        """The mean of x x^T over its inputs, fp32 [K, K]. pool: workers that share the windows, on a CPU.
 
         Raises:
             BadCheckpoint: the activations are not finite.
         """
-        block = self._go_to(matrix)
+        block = self._go_to(matrix, pool)
         if matrix.norm and self._known is not None and self._known[0] == matrix.norm:
             return self._known[1]
-        found = hessian_of(self._stream.inputs(block, self._linear(matrix)))
+        self._known = None
+        with fast_products():
+            found = hessian_of(self._stream.inputs(block, self._linear(matrix), pool))
         if not bool(torch.isfinite(found.diagonal()).all()):
             raise BadCheckpoint(
-                f"{self._source.name}: the inputs of {matrix.name} are not finite, so the checkpoint is damaged."
+                f"{self._name}: the inputs of {matrix.name} are not finite, so the checkpoint is damaged."
             )
         self._known = (matrix.norm, found)
         return found
 
-    def dense(self, matrix: Matrix) -> Tensor:
-        """The matrix of the source, its parts stacked, fp32 [N, K] on the device."""
-        self._go_to(matrix)
-        return self._linear(matrix).weight
-
-    def settle(self, matrix: Matrix, stored: Mapping[str, Tensor]) -> None:
+    def settle(self, matrix: Matrix, stored: Mapping[str, Tensor], pool: Executor | None = None) -> None:
         """From now on the text runs through `matrix` as it is stored: kind -> tensor of the packed format."""
         if not self.covers(matrix):
             return
-        self._go_to(matrix)
+        self._go_to(matrix, pool)
         linear = self._linear(matrix)
         linear.weight = dense(stored).to(device=self._device, dtype=torch.float32)
 
-    def _go_to(self, matrix: Matrix) -> Block:
+    def _go_to(self, matrix: Matrix, pool: Executor | None) -> Block:
         """The block of `matrix`, with the stream in front of the half that it is in."""
         _, number, half, _ = matrix.name.split(".")
         if int(number) != self._layer:
-            self._finish_layer()
+            self._finish_layer(pool)
             self._layer = int(number)
-            self._block = load_block(self._config, self._layer, self._device, self._tensor)
+            self._block = self._weights.block(self._layer, self._device)
             self._mixed, self._known = False, None
         block = self._block
         if block is None:
             raise ValueError(f"Calibration: got {matrix.name} in no layer")
         if half == "mlp" and not self._mixed:
-            self._stream.mix(block)
+            with fast_products():
+                self._stream.mix(block, pool)
             self._mixed = True
         return block
 
-    def _finish_layer(self) -> None:
+    def _finish_layer(self, pool: Executor | None) -> None:
         if self._block is not None:
-            self._stream.feed_forward(self._block)
+            with fast_products():
+                self._stream.feed_forward(self._block, pool)
             self._block = None
 
     def _linear(self, matrix: Matrix) -> Linear:
@@ -120,19 +110,15 @@ class Calibration:
             raise TypeError(f"{matrix.name} is a {type(found).__name__}, wanted a Linear")
         return found
 
-    def _tensor(self, name: str) -> Tensor:
-        """A tensor of the dense model: parts of matrices are stacked."""
-        stem, _, kind = name.rpartition(".")
-        parts = self._parts.get(name)
-        if parts is None:
-            return self._source.read(name)
-        return torch.cat([self._source.read(f"{part}.{kind}").to(self._device, torch.float32) for part in parts])
 
+def calibration_of(source: Source, recipe: Recipe, device: str) -> Calibration | None:
+    """The calibration that `recipe` asks for, if it does.
 
-def dense(stored: Mapping[str, Tensor]) -> Tensor:
-    """The tensors of one matrix, by kind -> W [N, K] in floating point."""
-    if "qweight" in stored:
-        return dequantize(stored["qweight"], stored["scales"], stored.get("mins"))
-    if "scales" in stored:
-        return dequantize_rows(stored["weight"], stored["scales"])
-    return stored["weight"]
+    Raises:
+        BadCheckpoint: the source has no tokenizer, or one that does not fit its embedding.
+        UserError: the text cannot be read, or is too short.
+    """
+    if recipe.method != "gptq":
+        return None
+    windows = calibration_windows(source.files(), recipe.calibration, recipe.calibration_tokens)
+    return Calibration(source, windows, device)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,8 +19,11 @@ from torch import Tensor
 from localchat.config import TensorFormat
 from localchat.errors import BadCheckpoint, UserError
 from localchat.kernels.int4_packing import pack
+from localchat.quantize.calibrate import calibration_of
+from localchat.quantize.gptq import quantize_gptq
+from localchat.quantize.placement import exceptions_for
 from localchat.quantize.plan import Matrix, Recipe, check_recipe, packed_config, plan, upper_size
-from localchat.quantize.scales import quantize_int4, quantize_int8_rows
+from localchat.quantize.scales import is_exact, quantize_int4, quantize_int8_rows
 from localchat.quantize.source import Grid, Source, check, has_mtp
 from localchat.quantize.target import check_target, move_into_place, partial_folder
 from localchat.quantize.threads import worker_pool
@@ -68,6 +71,13 @@ def default_recipe(source: Source | Path) -> Recipe:
         opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
         fine = opened.model_config.hidden_size < _SMALL or opened.coarse_grid
     return Recipe(group_size=32, symmetric=False) if fine else Recipe()
+
+
+def with_placement(source: Source | Path, recipe: Recipe) -> Recipe:
+    """`recipe` with the exceptions that are known for the model's architecture."""
+    with ExitStack() as stack:
+        opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
+        return replace(recipe, placement=exceptions_for(opened.model_config, recipe.symmetric))
 
 
 def convert(
@@ -129,15 +139,23 @@ def _write_tensors(
     names = [f"{m.name}.{kind}" for m in matrices for kind in ("qweight", "weight", "scales", "mins", "bias")] + plain
     total = sum(source.nbytes(name) for name in source.shapes)
     done = 0
+    calibration = calibration_of(source, recipe, device)
     with ShardWriter(folder, names, recipe.max_shard_size) as writer:
         for name in plain:
             writer.add(name, read_finite(source, name))
             done += source.nbytes(name)
         for matrix in matrices:
             with worker_pool() as pool:
-                for kind, tensor in _pack_matrix(source, matrix, recipe.search, device, pool):
+                measured = matrix.format.bits == 4 and calibration is not None and calibration.covers(matrix)
+                hessian = calibration.hessian(matrix, pool) if calibration is not None and measured else None
+                stored = {}
+                for kind, tensor in _pack_matrix(source, matrix, recipe.search, device, pool, hessian):
                     writer.add(f"{matrix.name}.{kind}", tensor)
+                    if calibration is not None:
+                        stored[kind] = tensor
                     del tensor
+                if calibration is not None:
+                    calibration.settle(matrix, stored, pool)
             done += sum(source.nbytes(f"{p}.{x}") for p in matrix.parts for x in _kinds(matrix))
             yield Progress(matrix.name, done, total)
         writer.finish()
@@ -148,14 +166,14 @@ def _kinds(matrix: Matrix) -> tuple[str, ...]:
 
 
 def _pack_matrix(
-    source: Source, matrix: Matrix, search: bool, device: str, pool: Executor
+    source: Source, matrix: Matrix, search: bool, device: str, pool: Executor, hessian: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one matrix as stored: (kind, tensor) with the kinds of the packed format."""
     energy = read_finite(source, matrix.norm).float().square() if matrix.norm else None
     parts = []
     for part in matrix.parts:
         w = read_finite(source, f"{part}.weight").to(device)
-        parts.append(_pack_part(w, matrix.format, energy, search, source.grid(f"{part}.weight"), pool))
+        parts.append(_pack_part(w, matrix.format, energy, search, source.grid(f"{part}.weight"), pool, hessian))
         del w
     for kind in list(parts[0]):
         if kind == "codes":  # words of rows that are no multiple of a tile's could not be stacked
@@ -167,14 +185,26 @@ def _pack_matrix(
 
 
 def _pack_part(
-    w: Tensor, format_: TensorFormat, energy: Tensor | None, search: bool, grid: Grid | None, pool: Executor
+    w: Tensor,
+    format_: TensorFormat,
+    energy: Tensor | None,
+    search: bool,
+    grid: Grid | None,
+    pool: Executor,
+    hessian: Tensor | None,
 ) -> dict[str, Tensor]:
     if format_.bits == 16:
         return {"weight": w}
     if format_.bits == 8:
         codes, scales = quantize_int8_rows(w, pool)
         return {"weight": codes, "scales": scales}
-    codes, scales, mins = quantize_int4(w, format_.group_size, format_.symmetric, energy, search, grid, pool)
+    group_size, symmetric = format_.group_size, format_.symmetric
+    found = None
+    if hessian is None or grid is not None:
+        found = quantize_int4(w, group_size, symmetric, energy, search, grid, pool)
+    if hessian is not None and (found is None or not is_exact(w, *found)):
+        found = quantize_gptq(w, hessian, group_size, symmetric, pool)
+    codes, scales, mins = found
     tensors = {"codes": codes, "scales": scales}
     return tensors if mins is None else {**tensors, "mins": mins}
 

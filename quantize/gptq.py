@@ -7,8 +7,8 @@ Columns are rounded one after the other; what the rounding of column j loses, th
     q_j = round(w_j);  e_j = (w_j - q_j) / U_jj;  w_k -= U_jk e_j for all k > j
 
 Groups of inputs come in the order in which they are stored, so that the format stays as it is; inside a group the
-column with the most energy (H_jj) comes first, when there still are others that can make good for it. A group's scale
-(and min) is searched when its turn comes, over the columns as they are by then and weighted by their energy (scales.py).
+column with the most energy (H_jj) comes first, when there still are others that can make good for it. The scale (and
+min) of a group is searched when its turn comes, over the columns as they are by then, weighted by energy (scales.py).
 
 Updates are lazy: inside a block of 128 columns at once, behind it once for the whole block as one product. W is
 transposed, so that a column of it lies in one piece.
@@ -50,17 +50,20 @@ def quantize_gptq(
     w: Tensor, hessian: Tensor, group_size: int, symmetric: bool, pool: Executor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """W [N, K] (floating) and H fp32 [K, K] on one device -> as scales.quantize_int4. pool: workers for the rows."""
-    n, k = w.shape
     order = _order(hessian.diagonal(), group_size)
-    task = _Task(order, hessian.diagonal()[order], _factor(hessian[order][:, order]), group_size, symmetric)
-    blocks = w.split(_ROWS if w.device.type == "cpu" else n)
+    task = _Task(
+        order, hessian.diagonal()[order].clamp_min(0), _factor(hessian[order][:, order]), group_size, symmetric
+    )
+    blocks = w.split(_ROWS if w.device.type == "cpu" else len(w))
     dtype = storage_dtype(w, group_size, symmetric)
-    while True:
-        solved = list((map if pool is None else pool.map)(lambda rows: task.solve(rows, dtype), blocks))
-        codes, scales, mins = (torch.cat([part[i] for part in solved]) for i in range(3))
-        if dtype == torch.float32 or bool(torch.isfinite(scales).all() and torch.isfinite(mins).all()):
-            return codes, scales, None if symmetric else mins
-        dtype = torch.float32  # what was made good went beyond fp16
+    each = map if pool is None else pool.map
+    codes, scales, mins = (
+        torch.cat(parts) for parts in zip(*each(lambda rows: task.solve(rows, dtype), blocks), strict=True)
+    )
+    if not bool(torch.isfinite(scales).all() and torch.isfinite(mins).all()):  # what was made good went beyond fp16
+        solved = each(lambda rows: task.solve(rows, torch.float32), blocks)
+        codes, scales, mins = (torch.cat(parts) for parts in zip(*solved, strict=True))
+    return codes, scales, None if symmetric else mins
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ card with TF32 products, whose operands have the 10 bits of mantissa that fp16 h
 a CPU windows go to a pool of workers with one thread each (threads.py says why), and come back in their order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ from localchat.kernels.gated_delta_net import gated_delta_net_chunked
 from localchat.kernels.int4_packing import dequantize, dequantize_rows
 from localchat.model import Block, GatedDeltaNet, Linear
 from localchat.ops import ReferenceOps
+from localchat.quantize.plan import Recipe, plan
+from localchat.quantize.source import Source
 from localchat.rope import inverse_frequencies
 from localchat.shards import Shards
 
@@ -53,23 +56,16 @@ class LayerOps(ReferenceOps):
 class Stream:
     """The residual stream of a text on its way through the layers: one [T, H] for each of its windows."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        embedded: Sequence[Tensor],
-        device: str | torch.device,
-        pool: Executor | None = None,
-    ) -> None:
-        """embedded: the rows of the embedding for each window, floating. pool: workers that share the windows."""
+    def __init__(self, config: ModelConfig, embedded: Sequence[Tensor], device: str | torch.device) -> None:
+        """embedded: the rows of the embedding for each window, floating."""
         size = sum(x.numel() for x in embedded) * 4
         dtype = torch.float32 if size <= _MOST_BYTES else torch.bfloat16
         self.device = torch.device(device)
         self.hidden = [x.to(self.device, dtype) for x in embedded]
-        self._map = map if pool is None else pool.map
         self._config = replace(config, quantization=None)
         self._inv_freq = inverse_frequencies(config.rope, config.rotary_dim).to(self.device)
 
-    def inputs(self, block: Block, linear: Linear) -> Iterator[Tensor]:
+    def inputs(self, block: Block, linear: Linear, pool: Executor | None = None) -> Iterator[Tensor]:
         """What `linear`, a matrix of `block`, is multiplied with: fp32 [T, K] for each window.
 
         The stream stands before the mixer for its matrices, and behind it for those of the MLP (see `mix`).
@@ -85,22 +81,23 @@ class Stream:
         ops = _ops(block)
         ops.wanted = linear
         try:
-            yield from self._map(up_to_it, self.hidden)
+            yield from self._each(up_to_it, pool)
         finally:
             ops.wanted = None
 
-    def mix(self, block: Block) -> None:
+    def mix(self, block: Block, pool: Executor | None = None) -> None:
         """Move behind the block's mixer."""
-        self._move(lambda x: self._mixer(block, x))
-
-    def feed_forward(self, block: Block) -> None:
-        """Move behind the block's MLP, which is the block's end."""
-        self._move(lambda x: self._mlp(block, x))
-
-    def _move(self, step: Callable[[Tensor], Tensor]) -> None:
-        moved: Iterable[Tensor] = self._map(step, self.hidden)
-        for i, x in enumerate(moved):
+        for i, x in enumerate(self._each(lambda x: self._mixer(block, x), pool)):
             self.hidden[i] = x.to(self.hidden[i].dtype)
+
+    def feed_forward(self, block: Block, pool: Executor | None = None) -> None:
+        """Move behind the block's MLP, which is the block's end."""
+        for i, x in enumerate(self._each(lambda x: self._mlp(block, x), pool)):
+            self.hidden[i] = x.to(self.hidden[i].dtype)
+
+    def _each(self, step: Callable[[Tensor], Tensor], pool: Executor | None) -> Iterable[Tensor]:
+        """`step` of every window, in order; a card has one after the other."""
+        return map(step, self.hidden) if pool is None or self.device.type != "cpu" else pool.map(step, self.hidden)
 
     def _mixer(self, block: Block, x: Tensor) -> Tensor:
         alone = replace(self._config, num_hidden_layers=1, layer_types=(block.kind,))
@@ -116,33 +113,84 @@ class Stream:
         return result
 
 
-def load_block(config: ModelConfig, index: int, device: str | torch.device, tensor: Callable[[str], Tensor]) -> Block:
-    """Layer `index` with dense fp32 matrices on `device`.
+class Weights(ABC):
+    """The dense tensors of a model by the names of model.py, one at a time: "layers.0.mlp.gate_up_proj.weight"."""
 
-    tensor: the (dense) tensor of a name as in a packed folder's model, such as "layers.0.mlp.down_proj.weight".
-    """
-    name = f"layers.{index}"
-    with torch.device("meta"):
-        block = Block(replace(config, quantization=None), name, config.layer_types[index], LayerOps())
-    stored = {key: tensor(f"{name}.{key}").to(device=device, dtype=torch.float32) for key in block.state_dict()}
-    block.load_state_dict(stored, assign=True)
-    return block
+    config: ModelConfig
+
+    @abstractmethod
+    def tensor(self, name: str, device: str | torch.device) -> Tensor:
+        """One tensor, floating.
+
+        Raises:
+            BadCheckpoint: it is not there, or cannot be read.
+        """
+
+    @abstractmethod
+    def rows(self, name: str, rows: slice, device: str | torch.device) -> Tensor:
+        """Some rows of embed_tokens.weight or lm_head.weight, fp32; they begin at a multiple of 16."""
+
+    def block(self, index: int, device: str | torch.device) -> Block:
+        """Layer `index` with fp32 tensors on `device`, for a `Stream`."""
+        name = f"layers.{index}"
+        with torch.device("meta"):
+            block = Block(replace(self.config, quantization=None), name, self.config.layer_types[index], LayerOps())
+        tensors = {key: self.tensor(f"{name}.{key}", device).float() for key in block.state_dict()}
+        block.load_state_dict(tensors, assign=True)
+        return block
+
+    def stream(self, windows: Sequence[Sequence[int]], device: str | torch.device) -> Stream:
+        """A text in front of the first layer. windows: its ids, in pieces that start from nothing."""
+        table = self.tensor("embed_tokens.weight", "cpu")
+        return Stream(self.config, [table[list(window)] for window in windows], device)
 
 
-def dense_tensor(shards: Shards, name: str, device: str | torch.device) -> Tensor:
-    """A tensor of a packed folder by its dense name: matrices are dequantised to fp32.
+class SourceWeights(Weights):
+    """The tensors of a checkpoint, parts of a matrix stacked."""
 
-    Raises:
-        BadCheckpoint: it is not there, or cannot be read.
-    """
-    stem, _, kind = name.rpartition(".")
-    names = shards.names
-    if kind == "weight" and f"{stem}.qweight" in names:
-        mins = shards.get(f"{stem}.mins").to(device) if f"{stem}.mins" in names else None
-        return dequantize(shards.get(f"{stem}.qweight").to(device), shards.get(f"{stem}.scales").to(device), mins)
-    if kind == "weight" and f"{stem}.scales" in names:
-        return dequantize_rows(shards.get(name).to(device), shards.get(f"{stem}.scales").to(device))
-    return shards.get(name).to(device)
+    def __init__(self, source: Source) -> None:
+        self.config = source.model_config
+        self._source = source
+        matrices = plan(self.config, Recipe())
+        self._parts = {m.name: m.parts for m in matrices}
+
+    def tensor(self, name: str, device: str | torch.device) -> Tensor:
+        stem, _, kind = name.rpartition(".")
+        names = [f"{part}.{kind}" for part in self._parts.get(stem, (stem,))]
+        if len(names) == 1:
+            return self._source.read(names[0]).to(device)
+        return torch.cat([self._source.read(part).to(device, torch.float32) for part in names])
+
+    def rows(self, name: str, rows: slice, device: str | torch.device) -> Tensor:
+        return self._source.read(name)[rows].to(device, torch.float32)
+
+
+class PackedWeights(Weights):
+    """The tensors of a packed folder, dequantised."""
+
+    def __init__(self, config: ModelConfig, shards: Shards) -> None:
+        self.config = config
+        self._shards = shards
+
+    def tensor(self, name: str, device: str | torch.device) -> Tensor:
+        if f"{name.removesuffix('.weight')}.scales" not in self._shards.names:
+            return self._shards.get(name).to(device)
+        return self.rows(name, slice(None), device)
+
+    def rows(self, name: str, rows: slice, device: str | torch.device) -> Tensor:
+        stem = name.removesuffix(".weight")
+        stored = (f"{stem}.{kind}" for kind in ("qweight", "weight", "scales", "mins"))
+        parts = {key: self._shards.get(key)[rows].to(device) for key in stored if key in self._shards.names}
+        return dense({key.rpartition(".")[2]: part for key, part in parts.items()}).float()
+
+
+def dense(stored: Mapping[str, Tensor]) -> Tensor:
+    """The tensors of one matrix in the packed format, by kind -> W [N, K], floating."""
+    if "qweight" in stored:
+        return dequantize(stored["qweight"], stored["scales"], stored.get("mins"))
+    if "scales" in stored:
+        return dequantize_rows(stored["weight"], stored["scales"])
+    return stored["weight"]
 
 
 @contextmanager

@@ -72,6 +72,13 @@ def quantize_int4(
     return codes, scales, mins
 
 
+def is_exact(w: Tensor, codes: Tensor, scales: Tensor, mins: Tensor | None) -> bool:
+    """Whether what `quantize_int4` returned of W [N, K] stands for W itself."""
+    q, scale = codes.view(*scales.shape, -1).float(), scales.float().unsqueeze(-1)
+    stored = scale * (q - 8) if mins is None else scale * q + mins.float().unsqueeze(-1)
+    return torch.equal(stored.view_as(w), w.float())
+
+
 def quantize_int8_rows(w: Tensor, pool: Executor | None = None) -> tuple[Tensor, Tensor]:
     """W [N, K] (floating) -> codes int8 [N, K] in -127..127 and scales fp32 [N]; a row of zeros has the scale 0."""
     n, k = w.shape
@@ -98,7 +105,7 @@ def _for_blocks(w: Tensor, work: Callable[[slice], None], pool: Executor | None)
 
 
 def storage_dtype(w: Tensor, group_size: int, symmetric: bool) -> torch.dtype:
-    """Of scales and mins: fp16 where every plain scale and min fits with room for the search, and the largest scale is a normal number."""
+    """fp16 where all plain scales and mins fit with room for a search and the largest scale is normal, else fp32."""
     grouped = w.reshape(len(w), -1, group_size)
     low, high = grouped.amin(dim=-1).float(), grouped.amax(dim=-1).float()
     if symmetric:
