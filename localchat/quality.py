@@ -80,6 +80,7 @@ def print_report(found: Report, *, as_json: bool) -> None:
         return
     quality = found.quality
     change = quality.perplexity / quality.source_perplexity - 1
+    per_token = size_text(found.bytes_per_token)
     rows = [
         ("size", f"{size_text(found.size)}, {found.bits_per_weight:.2f} bits per weight"),
         ("KL divergence", f"{quality.kl:.5f} (1 % of the positions above {quality.kl_99:.4f})"),
@@ -87,7 +88,7 @@ def print_report(found: Report, *, as_json: bool) -> None:
         ("perplexity", f"{quality.perplexity:.3f}, the source's {quality.source_perplexity:.3f} ({change:+.2%})"),
         (
             "speed",
-            f"at most {found.most_tokens_per_second:,.0f} tok/s here ({size_text(found.bytes_per_token)} a token)",
+            f"at most {found.most_tokens_per_second:,.0f} tok/s here ({per_token} a token)",
         ),
         ("context", f"{found.largest_context:,} tokens fit into {found.device}"),
     ]

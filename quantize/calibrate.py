@@ -19,7 +19,7 @@ from localchat.errors import BadCheckpoint
 from localchat.model import Block, Linear
 from localchat.quantize.calibration_text import calibration_windows
 from localchat.quantize.gptq import hessian_of
-from localchat.quantize.layerwise import SourceWeights, dense, fast_products
+from localchat.quantize.layerwise import SourceWeights, Stream, dense, fast_products
 from localchat.quantize.plan import Matrix, Recipe
 from localchat.quantize.source import Source
 
@@ -38,7 +38,7 @@ class Calibration:
             BadCheckpoint: an id has no row in the embedding.
         """
         self._name, self._device = source.name, torch.device(device)
-        self._weights = SourceWeights(source)
+        self._weights, self._config = SourceWeights(source), source.model_config
         self._layer = -1
         self._block: Block | None = None
         self._mixed = False  # the stream is behind the mixer of the present layer
@@ -47,6 +47,7 @@ class Calibration:
         if highest >= rows:
             raise BadCheckpoint(f"{source.name}: its tokenizer gives the id {highest}, its embedding has {rows} rows.")
         self._stream = self._weights.stream(windows, device)
+        self._windows = windows
 
     def covers(self, matrix: Matrix) -> bool:
         """Whether the text runs through this matrix: those of the layers, and not embedding, head and mtp."""
@@ -73,6 +74,9 @@ class Calibration:
 
     def settle(self, matrix: Matrix, stored: Mapping[str, Tensor], pool: Executor | None = None) -> None:
         """From now on the text runs through `matrix` as it is stored: kind -> tensor of the packed format."""
+        if matrix.name == "embed_tokens":
+            rows = ({kind: t[list(window)] for kind, t in stored.items()} for window in self._windows)
+            self._stream = Stream(self._config, [dense(part) for part in rows], self._device)
         if not self.covers(matrix):
             return
         self._go_to(matrix, pool)

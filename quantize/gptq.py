@@ -50,10 +50,9 @@ def quantize_gptq(
     w: Tensor, hessian: Tensor, group_size: int, symmetric: bool, pool: Executor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """W [N, K] (floating) and H fp32 [K, K] on one device -> as scales.quantize_int4. pool: workers for the rows."""
-    order = _order(hessian.diagonal(), group_size)
-    task = _Task(
-        order, hessian.diagonal()[order].clamp_min(0), _factor(hessian[order][:, order]), group_size, symmetric
-    )
+    energy = hessian.diagonal().clamp_min(0)
+    order = _order(energy, group_size)
+    task = _Task(order, energy[order], _factor(hessian[order][:, order]), group_size, symmetric)
     blocks = w.split(_ROWS if w.device.type == "cpu" else len(w))
     dtype = storage_dtype(w, group_size, symmetric)
     each = map if pool is None else pool.map

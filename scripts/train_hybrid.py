@@ -116,8 +116,8 @@ def chunk_gated_delta_rule(
     """The delta rule over many tokens for autograd, `chunk` of them at a time, in fp32: for training only.
 
     query, key [B, T, heads, dk], value [B, T, value heads, dv], g (log decay) and beta [B, T, value heads]; T is a
-    multiple of `chunk`. The formulas stand in kernels/gated_delta_net_prefill.py. transformers' own form is a loop over rows in
-    some versions.
+    multiple of `chunk`. The formulas stand in kernels/gated_delta_net_prefill.py. transformers' own form is a loop over
+    rows in some versions.
     """
     dtype, (tokens, heads) = value.dtype, value.shape[1:3]
     if tokens % chunk:

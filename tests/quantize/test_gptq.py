@@ -1,4 +1,4 @@
-"""Error feedback: less error of products than rounding alone, an order that leaves groups where they are, no failures."""
+"""Error feedback: products change less than by rounding alone, groups stay where they are, nothing fails."""
 
 from concurrent.futures import ThreadPoolExecutor
 
