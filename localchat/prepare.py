@@ -163,6 +163,8 @@ def quantize(args: argparse.Namespace) -> Path:
         UserError: see packed_folder.
     """
     path = store.as_path(args.source)
+    if args.calib and args.method != "gptq":
+        raise UsageError("--calib is for --method gptq; rounding reads no text.")
     if args.json and args.report is None:
         raise UsageError("--json is how a report is printed, and none is asked for.", "add --report.")
     if path is None:
@@ -203,8 +205,6 @@ def _recipe(args: argparse.Namespace, source: Path) -> "Recipe":
         "calibration": Path(args.calib).expanduser() if args.calib else None,
     }
     recipe = replace(default_recipe(source), **{name: v for name, v in given.items() if v is not None})
-    if args.calib and recipe.method != "gptq":
-        raise UsageError("--calib is for --method gptq; rounding reads no text.")
     return recipe if args.uniform else with_placement(source, recipe)
 
 

@@ -86,6 +86,11 @@ def test_quantize() -> None:
     assert (args.source, args.output, args.group_size, args.min, args.sym) == ("src", "out", 64, True, False)
     assert (args.keep, args.max_shard_size, args.overwrite) == ([("a=b", 16), ("lm_head", 8)], 1_500_000_000, True)
     assert parse_command_line(["quantize", "src", "--max-shard-size", "2GiB"]).max_shard_size == 2 << 30
+    plain = parse_command_line(["quantize", "src"])
+    assert (plain.method, plain.calib, plain.report, plain.uniform) == ("rtn", None, None, False)
+    args = parse_command_line(["quantize", "src", "--method", "gptq", "--calib", "f", "--report", "--uniform"])
+    assert (args.method, args.calib, args.report, args.uniform) == ("gptq", "f", "", True)
+    assert parse_command_line(["quantize", "--report=f", "src"]).report == "f"
 
 
 @pytest.mark.parametrize(
