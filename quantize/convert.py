@@ -171,9 +171,10 @@ def _pack_matrix(
     """The tensors of one matrix as stored: (kind, tensor) with the kinds of the packed format."""
     energy = read_finite(source, matrix.norm).float().square() if matrix.norm else None
     parts = []
-    for part in matrix.parts:
-        w = read_finite(source, f"{part}.weight").to(device)
-        parts.append(_pack_part(w, matrix.format, energy, search, source.grid(f"{part}.weight"), pool, hessian))
+    for names in _taken_at_once(source, matrix, hessian):
+        w = _stack([read_finite(source, name) for name in names]).to(device)
+        grid = source.grid(names[0]) if len(names) == 1 else None
+        parts.append(_pack_part(w, matrix.format, energy, search, grid, pool, hessian))
         del w
     for kind in list(parts[0]):
         if kind == "codes":  # words of rows that are no multiple of a tile's could not be stacked
@@ -182,6 +183,17 @@ def _pack_matrix(
             yield kind, _stack([part.pop(kind) for part in parts])
     if matrix.bias:
         yield "bias", _stack([read_finite(source, f"{part}.bias") for part in matrix.parts])
+
+
+def _taken_at_once(source: Source, matrix: Matrix, hessian: Tensor | None) -> list[list[str]]:
+    """The weights of a matrix, those together that are rounded together.
+
+    Error feedback goes through the columns one by one, which takes as long for many rows as for few.
+    """
+    names = [f"{part}.weight" for part in matrix.parts]
+    if hessian is None or any(source.grid(name) is not None for name in names):
+        return [[name] for name in names]
+    return [names]
 
 
 def _pack_part(
@@ -199,14 +211,23 @@ def _pack_part(
         codes, scales = quantize_int8_rows(w, pool)
         return {"weight": codes, "scales": scales}
     group_size, symmetric = format_.group_size, format_.symmetric
-    found = None
-    if hessian is None or grid is not None:
+    if hessian is None:
         found = quantize_int4(w, group_size, symmetric, energy, search, grid, pool)
-    if hessian is not None and (found is None or not is_exact(w, *found)):
-        found = quantize_gptq(w, hessian, group_size, symmetric, pool)
+    else:
+        found = _on_its_grid(w, group_size, symmetric, grid) or quantize_gptq(w, hessian, group_size, symmetric, pool)
     codes, scales, mins = found
     tensors = {"codes": codes, "scales": scales}
     return tensors if mins is None else {**tensors, "mins": mins}
+
+
+def _on_its_grid(
+    w: Tensor, group_size: int, symmetric: bool, grid: Grid | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """A 4-bit source's weights on the levels that they lie on, if our format has these: nothing is lost there."""
+    if grid is None:
+        return None
+    found = quantize_int4(w, group_size, symmetric, search=False, grid=grid)
+    return found if is_exact(w, *found) else None
 
 
 def _stack(parts: list[Tensor]) -> Tensor:

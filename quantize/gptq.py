@@ -53,15 +53,13 @@ def quantize_gptq(
     energy = hessian.diagonal().clamp_min(0)
     order = _order(energy, group_size)
     task = _Task(order, energy[order], _factor(hessian[order][:, order]), group_size, symmetric)
-    blocks = w.split(_ROWS if w.device.type == "cpu" else len(w))
-    dtype = storage_dtype(w, group_size, symmetric)
-    each = map if pool is None else pool.map
-    codes, scales, mins = (
-        torch.cat(parts) for parts in zip(*each(lambda rows: task.solve(rows, dtype), blocks), strict=True)
-    )
-    if not bool(torch.isfinite(scales).all() and torch.isfinite(mins).all()):  # what was made good went beyond fp16
-        solved = each(lambda rows: task.solve(rows, torch.float32), blocks)
-        codes, scales, mins = (torch.cat(parts) for parts in zip(*solved, strict=True))
+    rows = _ROWS if w.device.type == "cpu" else len(w)
+    blocks = [w[i : i + rows] for i in range(0, len(w), rows)]
+    each, dtype = map if pool is None else pool.map, storage_dtype(w, group_size, symmetric)
+    solved = list(each(lambda block: task.solve(block, dtype), blocks))
+    if not all(bool(torch.isfinite(t).all()) for part in solved for t in part[1:]):
+        solved = list(each(lambda block: task.solve(block, torch.float32), blocks))  # feedback went beyond fp16
+    codes, scales, mins = (torch.cat(parts) for parts in zip(*solved, strict=True))
     return codes, scales, None if symmetric else mins
 
 
@@ -140,7 +138,7 @@ def _factor(hessian: Tensor) -> Tensor:
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if int(failed) == 0:
             eye = torch.eye(len(lower), device=lower.device)
-            upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
+            upper: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
             if bool(torch.isfinite(upper).all()):
                 return upper
     return torch.diag(torch.where(diagonal > 0, diagonal, 1.0).rsqrt())  # each column on its own

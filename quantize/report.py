@@ -112,8 +112,8 @@ def _run(stream: Stream, block: Block, pool: Executor | None) -> None:
 def _errors(layer: str, source: Block, packed: Block) -> dict[str, float]:
     """|W - Q| / |W| of every matrix of a block."""
     pairs = zip(source.named_modules(), packed.modules(), strict=True)
-    found = {f"{layer}.{name}": (a.weight, b.weight) for (name, a), b in pairs if isinstance(a, Linear)}
-    return {name: _relative(*weights) for name, weights in found.items()}
+    both = [(name, a, b) for (name, a), b in pairs if isinstance(a, Linear) and isinstance(b, Linear)]
+    return {f"{layer}.{name}": _relative(a.weight, b.weight) for name, a, b in both}
 
 
 def _relative(weight: Tensor, stored: Tensor) -> float:
