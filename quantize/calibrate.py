@@ -121,14 +121,12 @@ class Calibration:
         return found
 
 
-def calibration_of(source: Source, recipe: Recipe, device: str) -> Calibration | None:
-    """The calibration that `recipe` asks for, if it does.
+def calibration_of(source: Source, recipe: Recipe, device: str) -> Calibration:
+    """The calibration that `recipe`, whose method is "gptq", asks for.
 
     Raises:
         BadCheckpoint: the source has no tokenizer, or one that does not fit its embedding.
         UserError: the text cannot be read, or is too short.
     """
-    if recipe.method != "gptq":
-        return None
     windows = calibration_windows(source.files(), recipe.calibration, recipe.calibration_tokens)
     return Calibration(source, windows, device)

@@ -19,7 +19,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from localchat import __version__
 from localchat.config import ModelConfig, TensorFormat
 from localchat.errors import UsageError, UserError
 from localchat.kernels.int4_packing import LAYOUT, VERSION
-from localchat.quantize.calibrate import Calibration, calibration_of
 from localchat.quantize.journal import Done, Journal
 from localchat.quantize.pack_matrix import Measure, pack_matrix
 from localchat.quantize.placement import exceptions_for
@@ -40,6 +39,9 @@ from localchat.quantize.target import DOWNLOADS, check_target, move_into_place, 
 from localchat.quantize.threads import worker_pool
 from localchat.quantize.writer import ShardWriter, write_file
 from localchat.transfer import check_disk_space
+
+if TYPE_CHECKING:
+    from localchat.quantize.calibrate import Calibration
 
 __all__ = ["Progress", "Recipe", "convert", "default_recipe", "open_source"]
 
@@ -192,7 +194,7 @@ class _Conversion:
         with ExitStack() as stack:
             writer = stack.enter_context(ShardWriter(self._folder, names, self._recipe.max_shard_size))
             journal = stack.enter_context(Journal(self._folder))
-            self._calibration = calibration_of(self._source, self._recipe, str(self._device))
+            self._calibration = self._calibrating()
             identity = self._identity(origin)
             done = self._take_up(writer, journal.read(identity)) if resume else []
             self._check_room(done)
@@ -200,6 +202,13 @@ class _Conversion:
             self._settle_again(writer, done)
             yield from self._go_on(writer, journal, self._steps[len(done) :])
             writer.finish()
+
+    def _calibrating(self) -> "Calibration | None":
+        if self._recipe.method != "gptq":
+            return None
+        from localchat.quantize.calibrate import calibration_of  # the model and its kernels
+
+        return calibration_of(self._source, self._recipe, str(self._device))
 
     def _take_up(self, writer: ShardWriter, recorded: Sequence[Done]) -> list[Done]:
         """The steps, from the first on, that an earlier run has written and that are still as it wrote them."""
