@@ -226,24 +226,35 @@ def _bandwidth() -> Iterator[Finding]:
     """What decoding is bound by: how fast weights can be read."""
     import torch
 
+    rate = memory_bandwidth()
     if torch.cuda.is_available():
-        from localchat.kernels.read_bandwidth import read_bandwidth, sheet_bandwidth
+        from localchat.kernels.read_bandwidth import sheet_bandwidth
 
-        free, _ = torch.cuda.mem_get_info()
-        rate = read_bandwidth(min(4_000_000_000, free // 2))
         sheet = sheet_bandwidth(torch.cuda.get_device_name())
         share = f", {rate / sheet:.0%} of its data sheet" if sheet else ""
         slow = sheet is not None and rate < 0.7 * sheet
         fix = "does another program use the card, is it hot, or its power limited (nvidia-smi -q -d PERFORMANCE)?"
         yield Finding("bandwidth", WARN if slow else OK, f"the card reads {rate / 1e9:,.0f} GB/s{share}", fix * slow)
         return
+    yield Finding("bandwidth", OK, f"the processor reads {rate / 1e9:.0f} GB/s from memory")
+
+
+def memory_bandwidth() -> float:
+    """Bytes per second that the card, or without one the processor, reads from its memory; measured."""
+    import torch
+
+    if torch.cuda.is_available():
+        from localchat.kernels.read_bandwidth import read_bandwidth
+
+        free, _ = torch.cuda.mem_get_info()
+        return read_bandwidth(min(4_000_000_000, free // 2))
     x = torch.ones(1 << 26)  # 256 MB, more than any cache of a desk's processor
     rates = []
     for _ in range(5):
         start = time.perf_counter()
         x.sum()
         rates.append(x.nbytes / (time.perf_counter() - start))
-    yield Finding("bandwidth", OK, f"the processor reads {sorted(rates)[len(rates) // 2] / 1e9:.0f} GB/s from memory")
+    return sorted(rates)[len(rates) // 2]
 
 
 def _memory() -> Iterator[Finding]:

@@ -19,6 +19,7 @@ SHELLS = ("bash", "zsh", "fish")
 COLORS = ("auto", "on", "off")
 SESSION_ACTIONS = ("list", "show", "rm", "export")
 KV_CACHES = ("bf16", "int8")
+METHODS = ("rtn", "gptq")  # as in quantize/plan.py (which imports torch)
 THINK = ("on", "off", *values.EFFORTS)
 
 USAGE = {
@@ -143,6 +144,12 @@ def _quantize(parser: "Parser") -> None:
     parser.flag("--min", action="store_true", help="scale and minimum (default for small models, groups of 32)")
     narrow = "of a 4-bit source with zero points: 6 %% smaller (groups of 128), off by 1/128 of a step instead of exact"
     parser.flag("--fp16-scales", action="store_true", help=narrow)
+    method = "rtn rounds with searched scales; gptq calibrates, better and slower (default: rtn)"
+    parser.flag("--method", choices=METHODS, default="rtn", help=method)
+    calib = "a text to calibrate with, instead of the one that is shipped"
+    parser.flag("--calib", metavar="FILE", file=True, help=calib)
+    uniform = "one format for all matrices, no exceptions for sensitive ones"
+    parser.flag("--uniform", action="store_true", help=uniform)
     keep = {"metavar": "REGEX=bf16|int8", "help": "tensors to keep wider"}
     parser.flag("--keep", action="append", convert=values.keep, default=[], **keep)
     size = {"metavar": "SIZE", "help": "longest file, such as 5GB or 500MB"}
@@ -154,6 +161,9 @@ def _quantize(parser: "Parser") -> None:
     parser.flag("--stream", action="store_true", help=text)
     text = "print the plan, tensor by tensor, its size and its time; write nothing"
     parser.flag("--dry-run", action="store_true", help=text)
+    report = "compare with the source over a text (FILE, or a shipped one): KL, top-1, perplexity, size, speed"
+    parser.flag("--report", nargs="?", const="", metavar="[=FILE]", file=True, help=report)
+    parser.flag("--json", action="store_true", help="print the report as one JSON document")
     _download(parser)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localchat import registry, store
-from localchat.config import load_config, packed_format
+from localchat.config import ModelConfig, load_config, packed_format
 from localchat.errors import ModelNotFound, UsageError, UserError
 from localchat.text_safety import one_line
 from localchat.transfer import Fetched, Notice, Plan
@@ -190,10 +190,24 @@ def quantize(args: argparse.Namespace) -> Path | None:
         UserError: see packed_folder.
     """
     path = store.as_path(args.source)
+    if args.calib and args.method != "gptq":
+        raise UsageError("--calib is for --method gptq; rounding reads no text.")
+    if args.json and args.report is None:
+        raise UsageError("--json is how a report is printed, and none is asked for.", "add --report.")
     if path is None:
         announce(args.source)
     elif packed_format(path):
         raise UsageError(f"{one_line(args.source)} is quantised already.", "give the checkpoint that it was made from.")
+    if args.stream and args.method == "gptq":
+        raise UsageError(
+            "--method gptq runs a text through the whole model, and --stream never has all of it.",
+            "leave one of them out.",
+        )
+    if args.report is not None and (args.stream or args.dry_run):
+        raise UsageError(
+            f"--report compares what was written with its source: {'--stream' if args.stream else '--dry-run'} leaves "
+            "nothing to compare."
+        )
     if args.stream and (path or args.offline):
         raise UsageError("--stream downloads a model of the hub: it takes neither a path nor --offline.")
     out = Path(args.output).expanduser() if args.output else None
@@ -205,21 +219,26 @@ def quantize(args: argparse.Namespace) -> Path | None:
     if args.stream:
         return _streamed(args, out)
     source = store.local_source(path) if path else fetch(args.source, offline=args.offline, yes=args.yes)
-    recipe = _recipe(args, _default_recipe(source.path))
+    recipe = _recipe(args, source.path)
     _say_what_happens(args, source.path, recipe)
     flags = {"overwrite": args.overwrite, "resume": args.resume}
     if out:
         run_conversion(source, out, recipe, **flags)
-        return out
-    out = store.target(source, repr(recipe))
-    with store.locked(out):
-        run_conversion(source, out, recipe, **flags)
+    else:
+        out = store.target(source, repr(recipe))
+        with store.locked(out):
+            run_conversion(source, out, recipe, **flags)
+    if args.report is not None:
+        from localchat import quality
+
+        text = Path(args.report).expanduser() if args.report else None
+        quality.print_report(quality.report(source.path, out, text), as_json=args.json)
     return out
 
 
 def _streamed(args: argparse.Namespace, out: Path | None) -> Path:
     """The same for files that are converted while they come. What is done stays until it is complete."""
-    from localchat.quantize.convert import convert, default_recipe
+    from localchat.quantize.convert import convert
     from localchat.quantize.streamed import open_streamed
     from localchat.quantize.target import downloads_path
     from localchat.streamed_shards import stream
@@ -227,7 +246,7 @@ def _streamed(args: argparse.Namespace, out: Path | None) -> Path:
     with ExitStack() as stack:
         shards, todo = _run_out(stream(args.source), yes=args.yes)
         source = open_streamed(shards)
-        recipe = _recipe(args, default_recipe(source))
+        recipe = _recipe(args, source)
         _say_what_happens(args, source, recipe)
         fetched = Fetched(shards.texts, todo.source_id, todo.revision)
         if out is None:
@@ -273,19 +292,19 @@ def _run_out(
 
 def _print_plan(args: argparse.Namespace, path: Path | None, out: Path | None) -> None:
     """The plan on stdout: nothing is downloaded but config.json, nothing is written."""
-    from localchat.quantize.convert import default_recipe, open_source, recipe_for
+    from localchat.quantize.convert import open_source
     from localchat.quantize.dry_run import plan_lines
 
     with ExitStack() as stack:
         if path:
             source = stack.enter_context(open_source(path))
-            config, recipe = source.model_config, _recipe(args, default_recipe(source))
+            config, recipe = source.model_config, _recipe(args, source)
             _say_what_happens(args, source, recipe)
         else:
             from localchat import hub
 
             source, config = None, hub.config_of(args.source)
-            recipe = _recipe(args, recipe_for(config))
+            recipe = _recipe(args, config)
         for line in plan_lines(config, recipe, source, out.absolute().parent if out else store.cache_dir()):
             print(line)
 
@@ -295,14 +314,10 @@ def _say_what_happens(args: argparse.Namespace, source: "Path | Source", recipe:
         say(notice)
 
 
-def _default_recipe(source: Path) -> "Recipe":
-    from localchat.quantize.convert import default_recipe
-
-    return default_recipe(source)
-
-
-def _recipe(args: argparse.Namespace, default: "Recipe") -> "Recipe":
+def _recipe(args: argparse.Namespace, source: "Path | Source | ModelConfig") -> "Recipe":
     """The default for the model, with what the flags say."""
+    from localchat.quantize.convert import default_recipe, recipe_for, with_placement
+
     if args.sym and args.min:
         raise UsageError("--sym and --min exclude each other: choose one scale, or a scale and a minimum, per group.")
     given = {
@@ -311,8 +326,12 @@ def _recipe(args: argparse.Namespace, default: "Recipe") -> "Recipe":
         "max_shard_size": args.max_shard_size,
         "keep": tuple(args.keep) or None,
         "exact": False if args.fp16_scales else None,
+        "method": args.method,
+        "calibration": Path(args.calib).expanduser() if args.calib else None,
     }
-    return replace(default, **{name: v for name, v in given.items() if v is not None})
+    default = recipe_for(source) if isinstance(source, ModelConfig) else default_recipe(source)
+    recipe = replace(default, **{name: v for name, v in given.items() if v is not None})
+    return recipe if args.uniform else with_placement(source, recipe)
 
 
 def say(text: str) -> None:

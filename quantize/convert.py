@@ -2,39 +2,46 @@
 
 The plan comes first: which tensors are fused (q, k, v into qkv_proj; gate, up into gate_up_proj; ...: one product
 instead of several), and how each matrix is stored. Then the tensors stream from the source through `scales` into the
-`writer`: while the arithmetic is at work on one step, the next one is read and the last one is written. The folder is
-written beside its final place and renamed when it is complete and was read back, with config.json last, so that an
-unfinished one can never be taken for a model; its journal says what is done, for a run that goes on with it.
+`writer`: while the arithmetic is at work on one step, the next one is read and the last one is written. A calibrated
+conversion is no different, except that a text runs on through each matrix as it is stored before the next one is
+measured (calibrate.py); what an earlier run has written is read back for that. The folder is written beside its final
+place and renamed when it is complete and was read back, with config.json last, so that an unfinished one can never be
+taken for a model; its journal says what is done, for a run that goes on with it.
 """
 
 import hashlib
 import json
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from localchat import __version__
 from localchat.config import ModelConfig, TensorFormat
-from localchat.errors import UserError
+from localchat.errors import UsageError, UserError
 from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.quantize.journal import Done, Journal
-from localchat.quantize.pack_matrix import pack_matrix
+from localchat.quantize.pack_matrix import Measure, pack_matrix
+from localchat.quantize.placement import exceptions_for
 from localchat.quantize.plan import Matrix, Recipe, check_recipe, kept_by, packed_config, plan
 from localchat.quantize.read_ahead import Loaded, ReadAhead
 from localchat.quantize.source import Source, check, has_mtp
 from localchat.quantize.steps import Step, most_bytes, source_bytes, steps_of
 from localchat.quantize.target import DOWNLOADS, check_target, move_into_place, partial_folder
+from localchat.quantize.threads import worker_pool
 from localchat.quantize.writer import ShardWriter, write_file
 from localchat.transfer import check_disk_space
+
+if TYPE_CHECKING:
+    from localchat.quantize.calibrate import Calibration
 
 __all__ = ["Progress", "Recipe", "convert", "default_recipe", "open_source"]
 
@@ -95,6 +102,14 @@ def _default(config: ModelConfig, kept: TensorFormat | None) -> Recipe:
     return Recipe(group_size=32, symmetric=False) if config.hidden_size < _SMALL else Recipe()
 
 
+def with_placement(source: Source | Path | ModelConfig, recipe: Recipe) -> Recipe:
+    """`recipe` with the exceptions that are known for the model's architecture."""
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_source(source)) if isinstance(source, Path) else source
+        config = opened.model_config if isinstance(opened, Source) else opened
+        return replace(recipe, placement=exceptions_for(config, recipe.symmetric))
+
+
 def what_is_lost(source: Source | Path, recipe: Recipe) -> str:
     """What `recipe` does to a checkpoint that is quantised already, as a clause; else ""."""
     with ExitStack() as stack:
@@ -124,7 +139,7 @@ def convert(
     Raises:
         BadCheckpoint: the source is damaged or would be computed wrongly; a tensor holds NaN or infinity.
         UserError: `out` exists, is the source, or there is not enough room; what was begun was something else.
-        UsageError: the recipe has no meaning.
+        UsageError: the recipe has no meaning, or not for a source that is still on its way.
     """
     path = Path(source.name) if isinstance(source, Source) else source
     check_recipe(recipe)
@@ -133,11 +148,14 @@ def convert(
     with ExitStack() as stack:
         opened = source if isinstance(source, Source) else stack.enter_context(open_source(source))
         check(opened)
+        if recipe.method == "gptq" and opened.arrival is not None:
+            raise UsageError(f"{opened.name}: gptq runs a text through the whole model, which is not here yet.")
         matrices = plan(opened.model_config, recipe, mtp=has_mtp(opened))
         files = opened.files()
         stack.enter_context(_disk_errors(out))
         partial = stack.enter_context(partial_folder(out, resume=resume))
-        yield from _Conversion(opened, matrices, recipe, partial, device).run(resume, f"{source_id} {revision}".strip())
+        conversion = _Conversion(opened, matrices, recipe, partial, device)
+        yield from conversion.run(resume, f"{source_id} {revision}".strip())
         for name, content in files.items():
             write_file(partial / name, content)
         config = packed_config(opened, matrices, recipe, source_id, revision)
@@ -168,6 +186,7 @@ class _Conversion:
         self._room = sum(most_bytes(source, m, recipe.exact) for m in matrices) + _SMALL_FILES
         self._total = sum(map(source.nbytes, source.shapes))
         self._done = 0
+        self._calibration: Calibration | None = None
 
     def run(self, resume: bool, origin: str) -> Iterator[Progress]:
         """Every step, in order; the last thing makes the shards final. origin: id and revision of the source."""
@@ -175,12 +194,21 @@ class _Conversion:
         with ExitStack() as stack:
             writer = stack.enter_context(ShardWriter(self._folder, names, self._recipe.max_shard_size))
             journal = stack.enter_context(Journal(self._folder))
+            self._calibration = self._calibrating()
             identity = self._identity(origin)
             done = self._take_up(writer, journal.read(identity)) if resume else []
             self._check_room(done)
             journal.begin(identity, done)
+            self._settle_again(writer, done)
             yield from self._go_on(writer, journal, self._steps[len(done) :])
             writer.finish()
+
+    def _calibrating(self) -> "Calibration | None":
+        if self._recipe.method != "gptq":
+            return None
+        from localchat.quantize.calibrate import calibration_of  # the model and its kernels
+
+        return calibration_of(self._source, self._recipe, str(self._device))
 
     def _take_up(self, writer: ShardWriter, recorded: Sequence[Done]) -> list[Done]:
         """The steps, from the first on, that an earlier run has written and that are still as it wrote them."""
@@ -194,6 +222,16 @@ class _Conversion:
         writer.restore([entry for done in kept for entry in done.entries])
         self._done = source_bytes(self._source, self._steps[: len(kept)])
         return kept
+
+    def _settle_again(self, writer: ShardWriter, done: Sequence[Done]) -> None:
+        """Bring the calibration to where it was behind these steps."""
+        left = [step.matrix for step in self._steps[len(done) :] if step.matrix]
+        if not any(self._measure(matrix) for matrix in left):
+            return
+        for step, record in zip(self._steps, done, strict=False):
+            if step.matrix:
+                stored = {entry.name: writer.read(entry).to(self._device) for entry in record.entries}
+                self._settle(step.matrix, stored)
 
     def _check_room(self, done: Sequence[Done]) -> None:
         here = sum(entry.end - entry.start for step in done for entry in step.entries)
@@ -255,7 +293,23 @@ class _Conversion:
             for tensor in loaded.all_tensors():
                 if tensor.is_cuda:  # another stream's memory, which this one is going to read
                     tensor.record_stream(torch.cuda.current_stream(self._device))
-        return pack_matrix(matrix, loaded, self._recipe)
+        stored = pack_matrix(matrix, loaded, self._recipe, self._measure(matrix))
+        self._settle(matrix, stored)
+        return stored
+
+    def _measure(self, matrix: Matrix) -> Measure | None:
+        """What measures the inputs of a matrix, if it is one that is calibrated."""
+        calibration = self._calibration
+        if calibration is None or matrix.format.bits != 4 or not calibration.covers(matrix):
+            return None
+        return lambda pool: calibration.hessian(matrix, pool)
+
+    def _settle(self, matrix: Matrix, stored: Mapping[str, Tensor]) -> None:
+        """Have the text run through a matrix as it is stored, by the tensors' names."""
+        if self._calibration is not None:
+            with worker_pool() as pool:
+                kinds = {name.rpartition(".")[2]: tensor for name, tensor in stored.items()}
+                self._calibration.settle(matrix, kinds, pool)
 
     def _ready(self) -> torch.cuda.Event | None:
         """When the card has done what was asked of it up to now."""
@@ -268,10 +322,12 @@ class _Conversion:
         """What must be the same for a conversion to be continued with the same bytes."""
         order = [[step.name, step.reads, step.matrix and repr(step.matrix.format)] for step in self._steps]
         on_card = self._device.type == "cuda"
+        text = {} if self._calibration is None else {"calibration text": self._calibration.digest()}
         return {
             "source": origin,
             "checkpoint": self._source.digest(),
             "recipe": repr(self._recipe),
+            **text,
             "plan": hashlib.sha256(json.dumps(order).encode()).hexdigest(),
             "format": f"{LAYOUT} version {VERSION}",
             "program": f"localchat {__version__}, torch {torch.__version__}",

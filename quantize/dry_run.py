@@ -55,7 +55,8 @@ def plan_lines(config: ModelConfig, recipe: Recipe, source: Source | None, folde
     kept = kept_by(config) if source is None else source.kept_format
     if kept == TensorFormat(4, recipe.group_size, recipe.symmetric):
         recipe = replace(recipe, search=False)  # nothing is searched where levels are kept
-    yield _time_line(matrices, recipe, source)
+    calibrated = "; the calibration comes on top, and is not in this" if recipe.method == "gptq" else ""
+    yield _time_line(matrices, recipe, source) + calibrated
 
 
 def format_text(form: TensorFormat) -> str:

@@ -6,15 +6,20 @@ several), and in which format each is kept.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat, flat_config
 from localchat.errors import UsageError
 from localchat.kernels.int4_packing import GROUP_SIZES, LAYOUT, VERSION, group_size_for, padded_rows
 from localchat.quantize.source import Source
 
+METHODS = ("rtn", "gptq")
 _ROWS8 = TensorFormat(8)
 
 
@@ -24,6 +29,9 @@ class Recipe:
     16; the first that matches counts. max_shard_size in bytes. search: look for better scales than plain rounding's.
     exact: of a source that is 4 bit already every weight is kept to the last bit, with scales in fp32 where fp16 has no
     room; otherwise in fp16, where mins may be off by 1/128 of a step.
+    method: "rtn" rounds every weight for itself; "gptq" measures the inputs of each matrix with the text in the file
+    `calibration` (None: the one that comes with the program), at most so many tokens of it, and feeds errors back.
+    placement: (regex, format) pairs of the matrices that get another format than the rest; `keep` comes first.
     """
 
     group_size: int = 128
@@ -32,6 +40,10 @@ class Recipe:
     max_shard_size: int = 5_000_000_000
     search: bool = True
     exact: bool = True
+    method: str = "rtn"
+    calibration: Path | None = None
+    calibration_tokens: int = 1 << 18
+    placement: tuple[tuple[str, TensorFormat], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,16 @@ class Matrix:
     norm: str = ""
     alternate: bool = False
 
+    def stacked(self, parts: Sequence[Tensor]) -> Tensor:
+        """What the parts have, rows of the matrix first, as the matrix has it; in the widest of their dtypes."""
+        if len(parts) == 1:
+            return parts[0]
+        dtype = parts[0].dtype
+        for part in parts[1:]:
+            dtype = torch.promote_types(dtype, part.dtype)
+        same = [part.to(dtype) for part in parts]
+        return torch.stack(same, 1).flatten(0, 1) if self.alternate else torch.cat(same)
+
 
 def check_recipe(recipe: Recipe) -> None:
     """Refuse a recipe that has no meaning.
@@ -61,6 +83,8 @@ def check_recipe(recipe: Recipe) -> None:
         raise UsageError(f"group size {recipe.group_size} is not one of {', '.join(map(str, GROUP_SIZES))}.")
     if recipe.max_shard_size <= 0:
         raise UsageError(f"a shard size of {recipe.max_shard_size} bytes has no meaning.")
+    if recipe.method not in METHODS:
+        raise UsageError(f"method {recipe.method!r} is not one of {', '.join(METHODS)}.")
     for pattern, bits in recipe.keep:
         if bits not in (8, 16):
             raise UsageError(f"--keep {pattern}: {bits} bits are not possible, wanted 8 or 16.")
@@ -94,7 +118,7 @@ def plan(config: ModelConfig, recipe: Recipe, *, mtp: bool = False) -> list[Matr
     if mtp:
         matrices.append(Matrix("mtp.fc", ("mtp.fc",), (hidden, 2 * hidden), _format_for(2 * hidden, recipe)))
         matrices += _block(config, recipe, "mtp.layers.0", "full_attention")
-    return _with_kept(matrices, recipe)
+    return _with_kept([_placed(matrix, recipe) for matrix in matrices], recipe)
 
 
 def _block(config: ModelConfig, recipe: Recipe, layer: str, kind: str) -> list[Matrix]:
@@ -148,6 +172,7 @@ def packed_config(
         "format": source.kind,
         "sha256": source.digest(),
         "search": recipe.search,
+        "method": recipe.method,
     }
     flat = flat_config(source.config)
     if ends := _ends(source.config):
@@ -175,6 +200,15 @@ def _format_for(k: int, recipe: Recipe) -> TensorFormat:
     """INT4 in the largest group that divides K, or INT8 rows where none does."""
     group_size = group_size_for(k, recipe.group_size)
     return TensorFormat(8) if group_size is None else TensorFormat(4, group_size, recipe.symmetric)
+
+
+def _placed(matrix: Matrix, recipe: Recipe) -> Matrix:
+    """With the format that `placement` gives it, in the largest group that divides K."""
+    for pattern, wanted in recipe.placement if matrix.format.bits == 4 else ():
+        if re.search(pattern, matrix.name):
+            group_size = group_size_for(matrix.shape[1], wanted.group_size) if wanted.bits == 4 else 0
+            return replace(matrix, format=replace(wanted, group_size=group_size or matrix.format.group_size))
+    return matrix
 
 
 def _with_kept(matrices: list[Matrix], recipe: Recipe) -> list[Matrix]:

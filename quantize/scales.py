@@ -39,18 +39,20 @@ def quantize_int4(
     search: bool = True,
     grid: tuple[Tensor, Tensor] | None = None,
     pool: Executor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """W [N, K] (floating) -> codes uint8 [N, K], scales [N, K/G], and mins [N, K/G] unless `symmetric`.
 
     energy: mean square of each input, [K], up to a common factor; None is uniform. search = False is plain rounding.
     grid: scales and mins [N, K/G] that a 4-bit source was made with, tried as well: rounding to the levels it lies on
     loses nothing. pool: workers that share the rows.
-    scales and mins are fp16; fp32 where one of them would leave fp16's range or the largest scale is not normal there.
+    scales and mins are fp16; fp32 where one of them would leave fp16's range or the largest scale is not normal there;
+    or `dtype`, for a part of a matrix.
     A group of zeros decodes to exactly zero.
     """
     n, k = w.shape
     groups = k // group_size
-    dtype = _storage_dtype(w, group_size, symmetric)
+    dtype = dtype or storage_dtype(w, group_size, symmetric)
     codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
     scales = torch.empty(n, groups, dtype=dtype, device=w.device)
     mins = None if symmetric else torch.empty_like(scales)
@@ -68,6 +70,13 @@ def quantize_int4(
 
     _for_blocks(w, work, pool)
     return codes, scales, mins
+
+
+def is_exact(w: Tensor, codes: Tensor, scales: Tensor, mins: Tensor | None) -> bool:
+    """Whether what `quantize_int4` returned of W [N, K] stands for W itself."""
+    q, scale = codes.view(*scales.shape, -1).float(), scales.float().unsqueeze(-1)
+    stored = scale * (q - 8) if mins is None else scale * q + mins.float().unsqueeze(-1)
+    return torch.equal(stored.view_as(w), w.float())
 
 
 def quantize_int8_rows(w: Tensor, pool: Executor | None = None) -> tuple[Tensor, Tensor]:
@@ -95,8 +104,8 @@ def _for_blocks(w: Tensor, work: Callable[[slice], None], pool: Executor | None)
         pass
 
 
-def _storage_dtype(w: Tensor, group_size: int, symmetric: bool) -> torch.dtype:
-    """fp16 where every plain scale and min fits with room for the search, and the largest scale is a normal number.
+def storage_dtype(w: Tensor, group_size: int, symmetric: bool) -> torch.dtype:
+    """fp16 where all plain scales and mins fit with room for a search and the largest scale is normal, else fp32.
 
     What they decode to has to fit as well: kernels for groups of 32 and 64, and for many tokens, hold weights in fp16.
     """

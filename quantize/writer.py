@@ -34,6 +34,7 @@ _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 # Bytes of one header entry beside the tensor's name: dtype, shape and two offsets, generously.
 _ENTRY_BYTES = 160
 _BLOCK = 32 << 20  # bytes of one write, and of one read when a shard is read back
@@ -135,6 +136,20 @@ class ShardWriter:
         for path in (*self._folder.glob("shard-*"), *self._folder.glob("model-*.safetensors")):
             if path not in kept:
                 path.unlink()
+
+    def read(self, entry: Entry) -> Tensor:
+        """A tensor of one's own or `restore`d, on the CPU, before `finish`.
+
+        Raises:
+            UserError: its file ends before it does.
+        """
+        path = self._folder / _unfinished(entry.shard)
+        raw = bytearray(entry.end - entry.start)
+        with path.open("rb") as file:
+            file.seek(8 + self._header_size + entry.start)
+            if file.readinto(raw) != len(raw):
+                raise UserError(f"{path}: ends in the middle of {entry.name}; is the disk failing?")
+        return torch.frombuffer(raw, dtype=_BY_NAME[entry.dtype]).view(entry.shape)
 
     def finish(self) -> int:
         """Complete the last shard, give all their final names, write the index, verify. Returns the tensors' bytes."""

@@ -90,6 +90,11 @@ def test_quantize() -> None:
     assert (args.resume, args.stream, args.dry_run) == (False, False, False)
     args = parse_command_line(["quantize", "src", "--resume", "--stream", "--dry-run"])
     assert (args.resume, args.stream, args.dry_run) == (True, True, True)
+    plain = parse_command_line(["quantize", "src"])
+    assert (plain.method, plain.calib, plain.report, plain.uniform) == ("rtn", None, None, False)
+    args = parse_command_line(["quantize", "src", "--method", "gptq", "--calib", "f", "--report", "--uniform"])
+    assert (args.method, args.calib, args.report, args.uniform) == ("gptq", "f", "", True)
+    assert parse_command_line(["quantize", "--report=f", "src"]).report == "f"
 
 
 @pytest.mark.parametrize(

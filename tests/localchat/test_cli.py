@@ -496,6 +496,25 @@ def test_quantize_and_run_what_is_not_quantised(command: Command, scripted: Scri
     assert second.stderr == b""
 
 
+def test_quantize_calibrated_with_a_report(command: Command, scripted: Scripted, tmp_path: Path) -> None:
+    source, out, text = scripted("abc").parent / "source", tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 30)
+    words = ("quantize", source, "-o", out, "--method", "gptq", "--calib", text, f"--report={text}")
+    done = command(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert 0 <= found["quality"]["kl"] < 0.5 and found["quality"]["agreement"] > 0.5
+    assert found["quality"]["tokens"] == 1350
+    assert found["size"] > 0 and 4 < found["bits_per_weight"] < 16
+    assert found["most_tokens_per_second"] > 0 and found["largest_context"] > 0
+    assert set(found["quality"]["errors"]) >= {"layers.0.mlp.down_proj", "lm_head"}
+    origin = json.loads((out / "config.json").read_text())["quantization_config"]["source"]
+    assert origin["method"] == "gptq"
+    shown = command(*words, "--overwrite").stdout.decode()
+    assert "KL divergence" in shown and "mlp.down_proj" in shown and "tok/s" in shown
+    assert command("run", out, "hi").stdout == b"abc\n"
+
+
 @pytest.mark.parametrize(
     ("file", "content", "word"),
     [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from localchat.config import ModelConfig
@@ -153,6 +154,49 @@ def make_hf(tmp_path: Path) -> MakeHF:
             index.update(dict.fromkeys(part, file))
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
         return folder
+
+    return make
+
+
+@pytest.fixture
+def bytes_tokenizer() -> Callable[[Path], None]:
+    """bytes_tokenizer(folder): writes a tokenizer of one token per byte, ids 0..255."""
+
+    def write(folder: Path) -> None:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+    return write
+
+
+@pytest.fixture
+def noise() -> Callable[..., Path]:
+    """noise(path, seed=0): a text of 4,000 random characters."""
+
+    def write(path: Path, seed: int) -> Path:
+        characters = torch.randint(33, 127, (4000,), generator=torch.Generator().manual_seed(seed))
+        path.write_text("".join(map(chr, characters)))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def talker(
+    make_hf: MakeHF, bytes_tokenizer: Callable[[Path], None], noise: Callable[..., Path], tmp_path: Path
+) -> Callable[..., tuple[Path, Path]]:
+    """talker("qwen3"): a source of small weights with a tokenizer, and a text of its own to calibrate with."""
+
+    def make(arch: str, **options: Any) -> tuple[Path, Path]:
+        def calmed(weights: dict[str, Tensor]) -> None:
+            for name, weight in weights.items():
+                weights[name] = weight * 0.15 if weight.dim() == 2 and "conv1d" not in name else weight
+
+        folder = make_hf(arch, vocab_size=256, change=calmed, **options)
+        bytes_tokenizer(folder)
+        return folder, noise(tmp_path / "text.txt", seed=0)
 
     return make
 

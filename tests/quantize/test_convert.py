@@ -1,6 +1,8 @@
 """Conversions end to end: what is in the packed folder, and that a failure leaves nothing."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -339,3 +341,9 @@ def test_default_recipe(make_hf: Make, make_gguf: Make, config_of: Make, weights
     with open_source(make_gguf(config_of(), weights_of(config_of()), Type.Q4_0)) as source:
         source.model_config = large
         assert default_recipe(source) == Recipe(32, False)
+
+
+def test_rounding_needs_no_kernels() -> None:
+    """They are slow to import, and Triton decides then whether it interprets them: tests/conftest.py comes before."""
+    code = "import sys, localchat.quantize.convert; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0

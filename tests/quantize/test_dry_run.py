@@ -131,6 +131,19 @@ def test_nothing_is_written(make_hf: Make, tmp_path: Path, capsys: pytest.Captur
     assert prepare.quantize(parse_command_line([*words[:2], "-o", str(source), "--dry-run"])) is None  # a look is free
 
 
+def test_exceptions_and_calibration_are_said(make_hf: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_hf("qwen3_5", linear_value_head_dim=64)
+    words = ["quantize", str(source), "--dry-run", "--group-size", "64", "--min", "--method", "gptq"]
+    prepare.quantize(parse_command_line(words))
+    first = capsys.readouterr().out
+    assert re.search(r"linear_attn\.out_proj +INT4 g32 \+ min", first)
+    assert first.endswith("the calibration comes on top, and is not in this\n")
+    prepare.quantize(parse_command_line([*words[:-2], "--uniform"]))
+    second = capsys.readouterr().out
+    assert re.search(r"linear_attn\.out_proj +INT4 g64 \+ min", second)
+    assert "calibration" not in second
+
+
 def test_what_would_fail_is_said(make_hf: Make, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="matches no matrix"):
         lines_of(make_hf(), Recipe(32, False, keep=(("nothing", 8),)))

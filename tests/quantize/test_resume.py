@@ -9,23 +9,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from localchat.config import load_config
 from localchat.errors import BadCheckpoint, UserError
 from localchat.quantize import journal
 from localchat.quantize.convert import Recipe, convert
 from localchat.quantize.journal import Journal
+from localchat.quantize.plan import plan
 from localchat.quantize.writer import Entry
 
 Make = Callable[..., Any]
 RECIPE = Recipe(group_size=32, symmetric=False, max_shard_size=12_000)
 ROOT = Path(__file__).parents[2]
 
-# Converts sys.argv[1] into sys.argv[2] in a child of its own for every line of stdin, and prints how each ended.
-# Forked, because importing torch anew takes longer than the conversion.
+# Converts sys.argv[1] into sys.argv[2], calibrated with the text sys.argv[3] if there is one, in a child of its own for
+# every line of stdin, and prints how each ended. Forked, because importing torch anew takes longer than the conversion.
 _CHILDREN = """
 import os, signal, sys, time
 from pathlib import Path
@@ -48,7 +51,8 @@ for line in sys.stdin:
     if not pid:
         if owner in owners:
             kill_at(owners[owner], name, int(count))
-        recipe = room.Recipe(group_size=32, symmetric=False, max_shard_size=12_000)
+        text = {"method": "gptq", "calibration": Path(sys.argv[3])} if sys.argv[3:] else {}
+        recipe = room.Recipe(group_size=32, symmetric=False, max_shard_size=12_000, **text)
         list(room.convert(Path(sys.argv[1]), Path(sys.argv[2]), recipe, resume=True, overwrite=True))
         os._exit(0)
     end = time.monotonic() + float(seconds)
@@ -65,8 +69,8 @@ TO_THE_END = "100 - - 0"
 class Children:
     """The process above: `run` one line of it."""
 
-    def __init__(self, source: Path, out: Path) -> None:
-        words = [sys.executable, "-c", _CHILDREN, str(source), str(out)]
+    def __init__(self, source: Path, out: Path, *text: Path) -> None:
+        words = [sys.executable, "-c", _CHILDREN, *map(str, (source, out, *text))]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -88,8 +92,8 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def undisturbed(source: Path, out: Path) -> dict[str, bytes]:
-    for _ in convert(source, out, RECIPE):
+def undisturbed(source: Path, out: Path, recipe: Recipe = RECIPE) -> dict[str, bytes]:
+    for _ in convert(source, out, recipe):
         continue
     return content(out)
 
@@ -152,6 +156,46 @@ def test_killed_again_and_again(make_hf: Make, tmp_path: Path) -> None:
     with Children(source, tmp_path / "out") as children:
         assert [children.run(point) for point in POINTS] == [-signal.SIGKILL] * len(POINTS)
         assert children.run(TO_THE_END) == 0
+    assert content(tmp_path / "out") == wanted
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5"])
+def test_a_calibrated_one_killed_again_and_again(talker: Make, tmp_path: Path, arch: str) -> None:
+    """After every three steps, so at each place inside a layer: between matrices with one input, and between halves."""
+    source, text = talker(arch, num_hidden_layers=3)
+    wanted = undisturbed(source, tmp_path / "wanted", replace(RECIPE, method="gptq", calibration=text))
+    steps, kills = len(plan(load_config(source), RECIPE)), 0
+    with Children(source, tmp_path / "out", text) as children:
+        while (code := children.run("100 journal add 4")) == -signal.SIGKILL:
+            kills += 1
+    assert code == 0
+    assert kills > steps / 3
+    assert content(tmp_path / "out") == wanted
+
+
+def test_another_text_is_not_gone_on_with(talker: Make, noise: Make, tmp_path: Path) -> None:
+    source, text = talker("llama")
+    recipe = replace(RECIPE, method="gptq", calibration=text)
+    running = convert(source, tmp_path / "out", recipe, resume=True)
+    for _ in range(3):
+        next(running)
+    running.close()  # type: ignore[attr-defined]
+    noise(text, seed=1)
+    with pytest.raises(UserError, match="was begun with another calibration text"):
+        list(convert(source, tmp_path / "out", recipe, resume=True))
+
+
+def test_a_calibration_that_is_over_runs_no_text(talker: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the head is left to do, which is not calibrated."""
+    source, text = talker("llama")
+    recipe = replace(RECIPE, method="gptq", calibration=text)
+    wanted = undisturbed(source, tmp_path / "wanted", recipe)
+    running = convert(source, tmp_path / "out", recipe, resume=True)
+    while next(running).tensor != "layers.1.mlp.down_proj":
+        continue
+    running.close()  # type: ignore[attr-defined]
+    monkeypatch.setattr("localchat.quantize.layerwise.Stream.mix", lambda *_: pytest.fail("the text ran"))
+    list(convert(source, tmp_path / "out", recipe, resume=True))
     assert content(tmp_path / "out") == wanted
 
 

@@ -436,6 +436,15 @@ def test_only_for_the_hub(source: Path, tmp_path: Path, monkeypatch: pytest.Monk
         prepare.quantize(parse_command_line(["quantize", *words]))
 
 
+def test_what_comes_cannot_be_calibrated(source: Path, server: Hub, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--stream never has all of it"):
+        prepare.quantize(parse_command_line(["quantize", REPO, "--stream", "--method", "gptq"]))
+    assert server.got == []
+    with pytest.raises(UsageError, match="whole model, which is not here yet"):
+        list(streamed(tmp_path / "out", Recipe(32, False, method="gptq")))
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_into_the_users_cache(source: Path, server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = prepare.quantize(parse_command_line(["quantize", REPO, "--stream"]))
     assert folder is not None
