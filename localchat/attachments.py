@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localchat.counted import counted
 from localchat.errors import InputTooLong, UsageError
 from localchat.prompt_input import decode
 from localchat.text_safety import one_line
@@ -34,7 +35,7 @@ class Attachment:
     notice: str = ""
 
     def __str__(self) -> str:
-        return f"{one_line(self.name)}: {self.tokens:,} tokens" + (f" ({self.notice})" if self.notice else "")
+        return f"{one_line(self.name)}: {counted(self.tokens, 'token')}" + (f" ({self.notice})" if self.notice else "")
 
 
 def attach(message: str, tokenizer: "Tokenizer", context: int) -> tuple[str, list[Attachment]]:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from localchat.counted import counted
 from localchat.errors import InputTooLong, UsageError, UserError
 from localchat.open_answer import OpenAnswer, answer_ids
 from localchat.prompt_size import refuse_what_cannot_fit
@@ -139,7 +140,7 @@ class Chat:
         if not starts:
             raise UsageError("there is no turn to take back.")
         if not 1 <= turns <= len(starts):
-            raise UsageError(f"the conversation has {len(starts)} turn(s), so {turns} cannot be taken back.")
+            raise UsageError(f"the conversation has {counted(len(starts), 'turn')}, so {turns} cannot be taken back.")
         undone = self.messages[starts[-turns] :]
         del self.messages[starts[-turns] :]
         return undone

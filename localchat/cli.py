@@ -68,8 +68,11 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _add_settings(args: argparse.Namespace) -> None:
-    """What the environment and the config file say, for the commands that have such flags."""
-    if getattr(args, "settable", None):
+    """What the environment and the config file say, for the commands that have such flags.
+
+    A variable that nothing reads is told by every command but those that a shell reads.
+    """
+    if hasattr(args, "settable") and args.command != "completion":
         from localchat import settings
 
         for warning in settings.complete(args):

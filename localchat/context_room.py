@@ -6,6 +6,7 @@ The system prompt and the newest message are never among them.
 from dataclasses import dataclass
 
 from localchat.chat import Chat, is_open
+from localchat.counted import counted
 from localchat.errors import UserError
 from localchat.text_safety import one_line
 
@@ -24,7 +25,7 @@ class Offer:
     size: int
 
     def __str__(self) -> str:
-        rows = [f"  {text!r}: {tokens:,} tokens" for text, tokens in self.turns]
+        rows = [f"  {text!r}: {counted(tokens, 'token')}" for text, tokens in self.turns]
         count = len(self.turns)
         many = "the oldest turn" if count == 1 else f"the {count} oldest turns"
         return "\n".join(

@@ -76,12 +76,21 @@ def load(name: str) -> Conversation:
         UsageError: there is none.
         UserError: its file is damaged.
     """
+    return read(existing(name))
+
+
+def existing(name: str) -> Path:
+    """The file of the conversation called `name`.
+
+    Raises:
+        UsageError: there is none.
+    """
     path = path_of(name)
     if not path.exists():
         raise UsageError(
             f"there is no saved conversation {one_line(name)!r}.", "`localchat sessions list` or /sessions lists them."
         )
-    return read(path)
+    return path
 
 
 def latest() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localchat import ledger, registry
+from localchat.counted import counted
 from localchat.errors import DoesNotFit
 from localchat.ledger import Ledger
 from localchat.memory_table import Memory
@@ -52,7 +53,8 @@ def fit(
         return Fit(most, int8, _notice(memory, most, largest) if int8 else "")
     fixes = fixes_for(ledger_with, memory, wanted, kv_cache)
     raise DoesNotFit(
-        f"the model and a context of {wanted or 1:,} tokens do not fit into {size_text(memory.available)} of memory.",
+        f"the model and a context of {counted(wanted or 1, 'token')} do not fit into "
+        f"{size_text(memory.available)} of memory.",
         "; ".join(fixes) + "." if fixes else "take a smaller model (`localchat list`).",
     )
 
@@ -97,5 +99,5 @@ def _notice(memory: Memory, context: int, largest: dict[bool, int]) -> str:
     if False not in largest:
         return ""
     instead = f"; --kv-cache bf16 has room for {largest[False]:,}" if largest[False] else ""
-    room = f"a context of {context:,} tokens does not fit in {_WIDE[memory.kind]}"
+    room = f"a context of {counted(context, 'token')} does not fit in {_WIDE[memory.kind]}"
     return f"keys and values are kept as INT8: {room}{instead}"

@@ -1,19 +1,27 @@
 """The line editor of the chat: prompt_toolkit with this program's keys, and the history file."""
 
 import os
+import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import run_in_terminal
+from prompt_toolkit.application import create_app_session, run_in_terminal
+from prompt_toolkit.buffer import Buffer
+from prompt_toolkit.document import Document
 from prompt_toolkit.filters import is_searching
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
+from prompt_toolkit.output.plain_text import PlainTextOutput
+from prompt_toolkit.utils import is_dumb_terminal
 
 from localchat.completer import ChatCompleter
+from localchat.editor import edited
+from localchat.errors import UserError
+from localchat.failures import failure_of
 from localchat.text_safety import visible
 
 _QUOTES = '"""'
@@ -52,7 +60,6 @@ def prompt_session(
         complete_while_typing=False,
         enable_open_in_editor=False,
         enable_suspend=True,
-        tempfile_suffix=".md",
         input=input,
         output=output,
     )
@@ -90,7 +97,7 @@ def key_bindings(on_fold: Callable[[], None] | None = None, on_clear: Callable[[
 
     @keys.add("c-g", filter=~is_searching)
     def _editor(event: KeyPressEvent) -> None:
-        event.current_buffer.open_in_editor()
+        event.app.create_background_task(_edit(event.current_buffer))
 
     @keys.add("c-t")
     def _ctrl_t(_event: KeyPressEvent) -> None:
@@ -98,6 +105,26 @@ def key_bindings(on_fold: Callable[[], None] | None = None, on_clear: Callable[[
             run_in_terminal(on_fold)
 
     return keys
+
+
+async def _edit(buffer: Buffer) -> None:
+    """Open the user's editor on the text of the line. What goes wrong is said above the prompt, the text stays."""
+
+    def edit() -> str | None:
+        try:
+            return edited(buffer.text)
+        except (UserError, OSError) as error:
+            print(failure_of(error))
+            return None
+
+    text = await run_in_terminal(edit, in_executor=True)
+    if text is not None:
+        buffer.document = Document(text, len(text))
+
+
+def plain_where_dumb() -> AbstractContextManager[object]:
+    """While this is entered, prompt_toolkit writes no escape sequences to a terminal that knows none (TERM=dumb)."""
+    return create_app_session(output=PlainTextOutput(sys.stdout)) if is_dumb_terminal() else nullcontext()
 
 
 def open_history() -> tuple[History, str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from localchat import registry, store
 from localchat.config import ModelConfig, QuantizationConfig, load_config
+from localchat.counted import counted
 from localchat.errors import DoesNotFit, ModelNotFound
 from localchat.fitting import Fit, fit, fixes_for
 from localchat.ledger import DEFAULT_CONTEXT, Ledger, ledger, ledger_of_folder
@@ -120,14 +121,14 @@ def print_bench(name: str, result: "BenchResult", *, as_json: bool) -> int:
         for what, rate in (("the data sheet", result.sheet_bandwidth), ("a read kernel", result.read_bandwidth))
         if rate
     ]
-    decoded = f"{result.decode_rate:.1f} tok/s over {result.decode_tokens} tokens"
+    decoded = f"{result.decode_rate:.1f} tok/s over {counted(result.decode_tokens, 'token')}"
     if result.decode_tokens < 2:  # the first one's time is prefill's
         decoded = "not measured: more than one token (-n) is needed"
     rows = [
         ("model", result.model if result.synthetic else registry_name(name)),
         ("device", f"{result.device}, {result.threads} threads" if result.device == "cpu" else result.device),
         ("load", f"{result.load_seconds:.2f} s"),
-        ("prefill", f"{result.prefill_rate:.1f} tok/s over {result.prompt_tokens} tokens"),
+        ("prefill", f"{result.prefill_rate:.1f} tok/s over {counted(result.prompt_tokens, 'token')}"),
         ("decode", decoded),
         *([("keys and values", "INT8")] if result.int8_kv else []),
         ("weights read per token", size_text(result.bytes_per_token)),

@@ -10,8 +10,10 @@ from localchat.errors import UserError
 from localchat.extract import ExtractPrinter
 from localchat.prepare import registry_name, say
 from localchat.sampling import Sampling
-from localchat.statusline import Reply
+from localchat.statusline import Reply, without_answer
 from localchat.stream import Look, Printer, printer_for
+
+_MORE = {"length": "-n allows more tokens, ", "context": "--ctx allows more tokens, "}
 
 
 def printer_of(args: argparse.Namespace, look: Look) -> Printer:
@@ -27,13 +29,17 @@ def finish(
     """Print what was collected; says where an extracted block was cut.
 
     Raises:
-        UserError: --extract, and the answer has no code block.
+        UserError: there is no answer, since the reply ended inside its thought; or with --extract no code block in it.
     """
     if isinstance(printer, Collector):
         name = registry_name(args.model)
         document = envelope(printer.texts, reply, sampling, name=name, folder=folder, load_seconds=load_seconds)
         print(json.dumps(with_code(document) if args.extract else document, indent=2), flush=True)
-    elif isinstance(printer, ExtractPrinter) and not reply.interrupted:
+    if fault := without_answer(reply):
+        more = _MORE.get(reply.last.finish_reason or "", "") if reply.last is not None else ""
+        hint = f"{more}--think N ends a thought after N tokens, --no-think asks for none."
+        raise UserError(f"{fault}.", hint)
+    if isinstance(printer, ExtractPrinter) and not reply.interrupted:
         if not printer.block.found:
             hint = f"--seed {sampling.seed} without --extract shows the same answer whole."
             raise UserError("the answer has no code block, so nothing was extracted.", hint)

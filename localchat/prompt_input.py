@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from localchat.counted import counted
 from localchat.errors import UsageError
 from localchat.text_safety import one_line
 
@@ -95,17 +96,17 @@ def decode(data: bytes, notices: TextIO, name: str = "stdin") -> str:
     zeros = data.count(0)
     if zeros:
         raise UsageError(
-            f"{one_line(name)} holds {zeros:,} NUL bytes in {len(data):,}, so it is binary or UTF-16.",
+            f"{one_line(name)} holds {counted(zeros, 'NUL byte')} in {len(data):,}, so it is binary or UTF-16.",
             "convert it to UTF-8 text first (`iconv -t utf-8`).",
         )
     text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
     invalid = text.count("\N{REPLACEMENT CHARACTER}") - data.count("\N{REPLACEMENT CHARACTER}".encode())
     if invalid > _MOST_INVALID * len(text):
-        raise UsageError(
-            f"{one_line(name)} holds {len(data):,} bytes with {invalid:,} faults in its UTF-8, so it is not text."
-        )
+        faults = f"{counted(len(data), 'byte')} with {counted(invalid, 'fault')} in its UTF-8"
+        raise UsageError(f"{one_line(name)} holds {faults}, so it is not text.")
     if invalid:
-        print(
-            f"localchat: warning: replaced {invalid:,} sequences in {one_line(name)} that are not UTF-8", file=notices
+        replaced = (
+            f"{counted(invalid, 'sequence')} in {one_line(name)} that {'is' if invalid == 1 else 'are'} not UTF-8"
         )
+        print(f"localchat: warning: replaced {replaced}", file=notices)
     return text.replace("\r\n", "\n")

@@ -134,7 +134,7 @@ def answer(opened: Opened, prompt: str, saved: Saved) -> int:
     """Answer one prompt on stdout: 0, or 130 where Ctrl-C stopped it. It is saved if a conversation was asked for.
 
     Raises:
-        UserError: --extract, and the answer has no code block.
+        UserError: the reply has no answer, or with --extract no code block.
     """
     (autosave, conversation), args = saved, opened.args
     chunks = opened.chat.reply(prompt)

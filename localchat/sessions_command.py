@@ -99,6 +99,8 @@ def _export(conversation: Conversation, output: str | None, *, as_document: bool
 def _remove(args: argparse.Namespace) -> None:
     if not args.names:
         raise UsageError("`localchat sessions rm` needs the name of a conversation.")
+    for name in args.names:
+        conversations.existing(name)  # all of them, before anything is asked or removed
     if not args.sure:
         ask(f"remove {', '.join(map(one_line, args.names))}? [y/N] ")
     for name in args.names:

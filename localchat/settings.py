@@ -21,8 +21,10 @@ from localchat import flags, parameters, values
 from localchat.errors import UsageError
 from localchat.parameters import BUILT_IN, FLAG
 from localchat.text_safety import one_line
+from localchat.values import Think
 
 PREFIX = "LOCALCHAT_"
+_SHORT = {"N": "MAX_TOKENS", "C": "CTX", "S": "SYSTEM", "Y": "YES"}  # the flags' short names are not variables' names
 OTHER_VARIABLES = ("LOCALCHAT_CACHE", "LOCALCHAT_HISTORY")  # read elsewhere, and no flag's
 
 
@@ -73,7 +75,7 @@ class Given:
 def complete(args: argparse.Namespace) -> list[str]:
     """Fill in what no flag gave; `args.origins` tells then where each value is from (field -> words).
 
-    Returns a warning for each variable whose name looks like a slip.
+    Returns a warning for each LOCALCHAT_* variable that nothing reads.
 
     Raises:
         UsageError: a variable or the config file has something that cannot be understood.
@@ -81,7 +83,7 @@ def complete(args: argparse.Namespace) -> list[str]:
     args.origins = {}
     fields = [setting.field for setting in SETTINGS if setting.field in args.settable]
     if not fields:
-        return []
+        return _slips(os.environ)
     environment, config = from_environment(os.environ, fields), from_config(config_path())
     for field in fields:
         given = environment.get(field) or config.get(field)
@@ -115,14 +117,26 @@ def given_origins(args: argparse.Namespace) -> dict[str, str]:
 def unheard(args: argparse.Namespace, template: str, device: str) -> list[str]:
     """A sentence for each flag that was given and changes nothing for this model on this device."""
     lines = []
-    if "think" in args.given and "enable_thinking" not in template:
+    if "think" in args.given:
         flag = "--no-think" if args.think is False else "--think"
-        lines.append(f"{flag} changes nothing: this model's chat template has no switch for thinking")
-    elif "think" in args.given and isinstance(args.think, str) and "reasoning_effort" not in template:
-        lines.append(f"--think={args.think} is --think here: this model's chat template knows no efforts")
+        lines += [f"{flag}{fault}" for fault in [think_unheard(args.think, template, "=", flag)] if fault]
     if "kv_cache" in args.given and args.kv_cache == "bf16" and device == "cpu":
         lines.append("--kv-cache bf16 is for cards: a processor keeps keys and values in fp32, or as INT8")
     return lines
+
+
+def think_unheard(think: Think, template: str, joint: str, flag: str) -> str:
+    """What a chat template does not heed of a wish about thinking, to stand behind `flag`; "" where it heeds it.
+
+    `joint` stands between the flag and its value.
+    """
+    if type(think) is int:  # a thought that is not asked for is bounded too
+        return ""
+    if "enable_thinking" not in template:
+        return " changes nothing: this model's chat template has no switch for thinking"
+    if isinstance(think, str) and "reasoning_effort" not in template:
+        return f"{joint}{think} is {flag} here: this model's chat template knows no efforts"
+    return ""
 
 
 def from_environment(environment: Mapping[str, str], fields: list[str]) -> dict[str, Given]:
@@ -141,10 +155,17 @@ def from_environment(environment: Mapping[str, str], fields: list[str]) -> dict[
 
 
 def _slips(environment: Mapping[str, str]) -> list[str]:
-    known = [PREFIX + name.upper() for name in _BY_NAME]
-    unknown = [name for name in environment if name.startswith(PREFIX) and name not in (*known, *OTHER_VARIABLES)]
-    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in unknown}
-    return [f"warning: {name} means nothing, did you mean {match[0]}?" for name, match in near.items() if match]
+    """A sentence for each variable with this program's prefix that it does not know, with the name that is nearest."""
+    known = [*(name.upper() for name in _BY_NAME), *(name.removeprefix(PREFIX) for name in OTHER_VARIABLES)]
+    lines = []
+    for variable in sorted(name for name in environment if name.startswith(PREFIX)):
+        name = variable.removeprefix(PREFIX)
+        if name in known:
+            continue
+        near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name.upper(), known, n=1)
+        help_ = f"did you mean {PREFIX}{near[0]}?" if near else "`localchat run --help` says which names there are"
+        lines.append(f"warning: {one_line(variable)} means nothing, {help_}")
+    return lines
 
 
 def config_path() -> Path:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from localchat import attachments, parameters
+from localchat import attachments, parameters, settings, values
 from localchat.chat import Chat
+from localchat.counted import counted
 from localchat.errors import UsageError
 from localchat.flags import KV_CACHES
 from localchat.stats import Stats
 from localchat.statusline import stats_block
 from localchat.text_safety import one_line, visible
+from localchat.values import Think
 
 if TYPE_CHECKING:
     from localchat.slash_conversations import ConversationCommands
@@ -34,7 +36,7 @@ HELP = """\
 /set NAME VALUE      set a parameter, as in /set temp 0.2
 /set system TEXT     set the system prompt (clears the conversation)
 /set think           ask the model to think first; /set nothink asks it not to
-/set think N         the same, for at most N tokens
+/set think N         the same, for at most N tokens; or low, medium, high
 /set kv_cache int8   keep keys and values in half the memory; bf16: no more
 /set verbose         counts and timings below each reply; /set quiet: no more
 /show info           the model; also parameters, system, template, memory,
@@ -54,6 +56,7 @@ During a reply: Ctrl-C or Esc stops it, Ctrl-N ends the thought and has the
 answer now, Ctrl-T and Ctrl-L as above.
 A message that starts with / is written with //."""
 
+CONTEXT_NAMES = ("ctx", "ctx_size", "ctx-size", "num_ctx", "num-ctx")
 SHOWN = ("info", "parameters", "system", "template", "memory", "context")
 NAMES = (
     "/?", "/help", "/bye", "/exit", "/quit", "/clear", "/set", "/show", "/retry", "/regen", "/undo", "/edit",
@@ -261,7 +264,9 @@ class SlashCommands:
             raise UsageError(f"/copy takes a number of answers back, not {one_line(rest)!r}.")
         number = int(rest or "1")
         if number > len(answers):
-            raise UsageError(f"the conversation has {len(answers)} answer(s), so there is none to copy at {number}.")
+            raise UsageError(
+                f"the conversation has {counted(len(answers), 'answer')}, so there is none to copy at {number}."
+            )
         what = "the last answer" if number == 1 else f"answer {number} from the end"
         return Copy(answers[number - 1], what)
 
@@ -286,18 +291,17 @@ class SlashCommands:
             return self._set_system(value)
         if name in ("verbose", "quiet") and value in ("", "on", "off"):
             return Verbose((name == "verbose") == (value != "off"))
-        if name == "think" and value in ("on", "off"):
-            name, value = ("think" if value == "on" else "nothink"), ""
-        if name == "think" and value.isdecimal() and int(value):
-            self._think(True, int(value))
-            return f"the model is asked to think first, for at most {int(value):,} tokens"
-        if name in ("think", "nothink") and not value:
-            self._think(name == "think", None)
-            return f"the model is asked {'to think first' if name == 'think' else 'not to think'}"
+        if name == "nothink" and not value:
+            return self._think(False)
+        if name == "think":
+            return self._think(values.think(value or "on"))
         if name in ("kv_cache", "kv-cache"):
+            if not value:
+                raise UsageError(f"/set {name} needs a value.", f"try: /set {name} {KV_CACHES[-1]}")
             if value not in KV_CACHES:
                 raise UsageError(f"kv_cache is {one_line(value)!r}, wanted {' or '.join(KV_CACHES)}.")
             return KeepAs(value)
+        name = "ctx" if name in CONTEXT_NAMES else name
         if name in [fixed for fixed, *_ in self.about.fixed]:
             raise UsageError(f"{name} cannot be set in a chat.", f"leave it and go on with -C --{name} VALUE.")
         parameter = parameters.find(name)
@@ -315,11 +319,18 @@ class SlashCommands:
         self.origins[parameter.field] = parameters.SET
         return f"{parameter.names[0]} = {visible(value)}"
 
-    def _think(self, on: bool, budget: int | None) -> None:
-        self._chat.template_variables = parameters.think_variables(on)
-        self._chat.think_budget = budget
-        self.chosen["think"] = budget or on
+    def _think(self, think: Think) -> str:
+        self._chat.template_variables = parameters.think_variables(think)
+        self._chat.think_budget = think if type(think) is int else None
+        self.chosen["think"] = think
         self.origins["think"] = parameters.SET
+        set_ = "/set nothink" if think is False else "/set think"
+        if fault := settings.think_unheard(think, self._chat.template.source, " ", set_):
+            return f"{set_}{fault}"
+        if type(think) is int:
+            return f"the model is asked to think first, for at most {counted(think, 'token')}"
+        effort = f", with {think} effort" if isinstance(think, str) else ""
+        return f"the model is asked {'to think first' if think else 'not to think'}{effort}"
 
     def _set_system(self, text: str) -> str:
         self._chat.system = text.removeprefix('"""').removesuffix('"""').strip() or None
@@ -338,7 +349,7 @@ class SlashCommands:
         variables = self._chat.template_variables
         shown = variables.get("reasoning_effort") or think[variables.get("enable_thinking")]
         if self._chat.think_budget:
-            shown += f", at most {self._chat.think_budget:,} tokens"
+            shown += f", at most {counted(self._chat.think_budget, 'token')}"
         return parameters.table([*rows, ("think", shown, self._origin("think")), *self.about.fixed])
 
     def _origin(self, field: str) -> str:
@@ -348,10 +359,7 @@ class SlashCommands:
         used, size = self._chat.tokens(), self._chat.engine.max_length
         turns = sum(message["role"] == "user" for message in self._chat.messages)
         held = len(self._chat.engine.ids)
-        return (
-            f"{turns} turn{'' if turns == 1 else 's'}, {used:,} of {size:,} tokens ({100 * used // size} %); "
-            f"{held:,} are computed"
-        )
+        return f"{counted(turns, 'turn')}, {used:,} of {size:,} tokens ({100 * used // size} %); {held:,} are computed"
 
     def _show(self, rest: str) -> str:
         if rest == "parameters":

@@ -8,6 +8,7 @@ from localchat.autosave import Autosave
 from localchat.chat import Chat
 from localchat.context_room import reading_again, resumable
 from localchat.conversation_file import Conversation
+from localchat.counted import counted
 from localchat.errors import UsageError
 from localchat.text_safety import one_line, visible
 
@@ -64,7 +65,7 @@ def resumed(chat: Chat, conversation: Conversation, model: str) -> str:
     if not chat.messages and not conversation.unanswered:
         return f"continues {conversation.name}, where nothing is said yet"
     lines = [
-        f"continues {conversation.name}: {count} turn{'' if count == 1 else 's'}{held}; "
+        f"continues {conversation.name}: {counted(count, 'turn')}{held}; "
         f"{reading_again(chat):,} tokens are read again with the next message"
     ]
     if conversation.torn:
@@ -90,7 +91,7 @@ def table(rows: list[conversations.Summary], current: str = "", limit: int | Non
             continue
         first = one_line(row.first)
         first = first if len(first) <= 40 else first[:39] + "…"
-        turns = f"{row.turns} turn{'' if row.turns == 1 else 's'}"
+        turns = counted(row.turns, "turn")
         lines.append(f"{name}  {row.updated[:16].replace('T', ' ')}  {turns:>9}  {one_line(row.model):<16}  {first}")
     if len(rows) > len(shown):
         lines.append(f"  and {len(rows) - len(shown)} more: localchat sessions list")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from localchat.counted import counted
 from localchat.limit import CardLimit
 from localchat.stats import Stats, memory_used
 
@@ -52,7 +53,7 @@ def prefill_line(stats: Stats) -> str:
 
 def thought_line(stats: Stats) -> str:
     """What is left of a thought that is folded."""
-    return f"thought for {stats.thought_seconds:.0f} s, {stats.thought_tokens:,} tokens"
+    return f"thought for {stats.thought_seconds:.0f} s, {counted(stats.thought_tokens, 'token')}"
 
 
 def closing_line(reply: Reply, device: str, limit: CardLimit | None = None) -> str:
@@ -72,13 +73,16 @@ def closing_line(reply: Reply, device: str, limit: CardLimit | None = None) -> s
 
 def notices(reply: Reply) -> list[str]:
     """What a user should know of a reply beside its numbers, a line each."""
-    lines = []
-    if reply.last is not None and reply.last.stats.reread_tokens:
-        again = f"{reply.last.stats.reread_tokens:,} tokens of earlier turns were read again"
-        lines.append(f"{again}: the state to return to was no longer kept")
-    if reply.last is not None and reply.last.in_thought:
-        lines.append("the reply ended inside its thought, before an answer")
-    return lines
+    again = reply.last.stats.reread_tokens if reply.last is not None else 0
+    if not again:
+        return []
+    read = f"{counted(again, 'token')} of earlier turns {'was' if again == 1 else 'were'} read again"
+    return [f"{read}: the state to return to was no longer kept"]
+
+
+def without_answer(reply: Reply) -> str:
+    """That a reply ended inside its thought, if it did and was not interrupted there; else ""."""
+    return "the reply ended inside its thought, before an answer" if reply.last and reply.last.in_thought else ""
 
 
 def stats_block(stats: Stats, seed: int, load_seconds: float = 0.0) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from localchat.counted import counted
 from localchat.limit import CardLimit
 from localchat.live import LiveArea
 from localchat.markdown import MarkdownRows
@@ -285,7 +286,7 @@ class TerminalPrinter:
     def _draw(self, chunk: "Chunk") -> None:
         tail = self._rows.tail()
         if self._kind == "thought" and (self.folded or self._look.hide_thinking):
-            tail = [Text(f"thinking, {chunk.stats.thought_tokens:,} tokens", style="dim")]
+            tail = [Text(f"thinking, {counted(chunk.stats.thought_tokens, 'token')}", style="dim")]
         device, limit = self._look.device, self._look.limit
         line = prefill_line(chunk.stats) if chunk.kind == "prefill" else status_line(chunk.stats, device, limit)
         status = Text(line or "reading the prompt", style="dim")

@@ -25,10 +25,10 @@ from localchat.clipboard import copy_sequence
 from localchat.errors import InputTooLong, UserError
 from localchat.failures import failure_of
 from localchat.keys import ReplyKeys
-from localchat.line_editor import prompt_session, unquoted
+from localchat.line_editor import plain_where_dumb, prompt_session, unquoted
 from localchat.prepare import registry_name
 from localchat.sampling import Sampling
-from localchat.statusline import Reply, notices, stats_block
+from localchat.statusline import Reply, notices, stats_block, without_answer
 from localchat.stream import Look, Printer, TerminalPrinter, printer_for, stream_reply
 from localchat.text_safety import visible
 
@@ -66,6 +66,10 @@ class Repl:
 
         `unanswered` is a message to begin with on the line.
         """
+        with plain_where_dumb():
+            return self._converse(banner, unanswered)
+
+    def _converse(self, banner: str, unanswered: str) -> int:
         self._session = prompt_session(self._history, on_fold=self._fold, on_clear=self._keep_turn)
         self._say(banner)
         self._given_back = slash.escaped(unanswered)
@@ -73,7 +77,9 @@ class Repl:
         while True:
             draft, self._given_back = self._given_back, ""
             try:
-                text = self._session.prompt(">>> ", default=draft)
+                # A dumb terminal is not shown what the line begins with, so it stands in the prompt.
+                prompt = f">>> {visible(draft)}" if self._console.is_dumb_terminal else ">>> "
+                text = self._session.prompt(prompt, default=draft)
             except KeyboardInterrupt:
                 self._replacing = False
                 if time.monotonic() - hinted < LEAVE_SECONDS:
@@ -199,7 +205,7 @@ class Repl:
 
     def _after(self, reply: Reply) -> None:
         """What is said below a reply."""
-        for notice in notices(reply):
+        for notice in filter(None, [*notices(reply), without_answer(reply)]):
             self._say(notice)
         if reply.last is not None:
             stats = self._commands.last = reply.last.stats

@@ -121,12 +121,20 @@ def test_a_thought_that_the_template_opens_does_not_reach_a_pipe(command: Comman
     assert (done.returncode, done.stdout, done.stderr) == (0, b"yes\n", b"")
 
 
-def test_a_reply_that_ends_inside_its_thought_is_an_empty_answer_and_says_so(
-    command: Command, opening: Scripted
-) -> None:
-    done = command("run", opening("hm", "</think>", "\nyes"), "-n", "2", "hi")
-    assert (done.returncode, done.stdout) == (0, b"\n")
-    assert done.stderr == b"localchat: the reply ended inside its thought, before an answer\n"
+def test_a_reply_that_ends_inside_its_thought_is_no_answer_and_fails(command: Command, opening: Scripted) -> None:
+    model = opening("hm", "</think>", "\nyes")
+    said = (
+        b"localchat: error: the reply ended inside its thought, before an answer.\n"
+        b"-n allows more tokens, --think N ends a thought after N tokens, --no-think asks for none.\n"
+    )
+    done = command("run", model, "-n", "2", "hi")
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"\n", said)
+    done = command("run", model, "-n", "2", "-x", "hi")
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", said)
+    done = command("run", model, "-n", "2", "--json", "hi")
+    assert (done.returncode, done.stderr) == (1, said)
+    document = json.loads(done.stdout)
+    assert (document["text"], document["thinking"], document["finish_reason"]) == ("", "hm", "length")
 
 
 def test_verbose_tells_counts_and_seed(command: Command, scripted: Scripted) -> None:
@@ -326,6 +334,7 @@ def test_what_changes_nothing_is_said(command: Command, scripted: Scripted, tmp_
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert b"--think changes nothing" in command("run", folder, "--think", "hi").stderr
     assert command("run", folder, "hi", LOCALCHAT_THINK="on").stderr == b""
+    assert command("run", folder, "--think", "5", "hi").stderr == b""  # bounds a thought that nobody asked for
 
 
 def test_settings_of_the_environment_and_the_config(

@@ -60,7 +60,7 @@ def test_int8_where_bf16_has_no_room_for_what_is_wanted() -> None:
     assert fit(big, card(big(True, 1000).total)).notice.endswith(
         "does not fit in bf16; --kv-cache bf16 has room for 507"
     )
-    assert fit(big, card(big(True, 1).total)).notice.endswith("a context of 1 tokens does not fit in bf16")
+    assert fit(big, card(big(True, 1).total)).notice.endswith("a context of 1 token does not fit in bf16")
 
 
 def test_a_form_that_was_chosen_stays_and_nothing_is_said() -> None:

@@ -53,7 +53,7 @@ def test_the_prompt(command: Command, scripted: Scripted, stdin: bytes, words: l
         (b" \r\n", [], "stdin is empty and there is no prompt argument"),
         (b"", [""], "the prompt is empty"),
         (b"one", ["--no-stdin"], "--no-stdin is given and there is no prompt argument"),
-        (b"\0", ["x"], "stdin holds 1 NUL bytes in 1"),
+        (b"\0", ["x"], "stdin holds 1 NUL byte in 1,"),
         (os.urandom(4096).replace(b"\0", b"\xff"), ["x"], "faults in its UTF-8, so it is not text."),
     ],
 )

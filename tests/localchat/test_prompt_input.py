@@ -18,7 +18,7 @@ from localchat.prompt_input import decode, named_file, read_file
         (b"\xef\xbb\xbfab", "ab", ""),
         (b"a\r\nb\rc", "a\nb\rc", ""),
         ("a\N{REPLACEMENT CHARACTER}".encode(), "a\N{REPLACEMENT CHARACTER}", ""),
-        (b"abcdefgh\xff", "abcdefgh\N{REPLACEMENT CHARACTER}", "replaced 1 sequences"),
+        (b"abcdefgh\xff", "abcdefgh\N{REPLACEMENT CHARACTER}", "replaced 1 sequence in"),
     ],
 )
 def test_decode(data: bytes, text: str, warning: str) -> None:

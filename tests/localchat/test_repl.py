@@ -54,7 +54,7 @@ def test_files_go_with_a_message_and_their_tokens_are_told_before(chat: Callable
     screen = window.wait_for(lambda text: "abc" in text and at_prompt(text))
     assert re.search(rf">>> @{notes} sum it up\n{notes}: 5 tokens\nabc\n.* tok/s", screen)
     window.send(f"see @{binary}\r")
-    window.wait_for(f"{binary} holds 1 NUL bytes in 3, so it is binary or UTF-16.")
+    window.wait_for(f"{binary} holds 1 NUL byte in 3, so it is binary or UTF-16.")
     window.wait_for(lambda text: text.endswith(f">>> see @{binary}"))
     window.send(CTRL_C)
     window.send(f"/read {big}\r")
@@ -84,7 +84,7 @@ def test_keys_and_values_are_kept_as_int8_from_now_on(chat: Callable[..., Any]) 
 def test_copy(chat: Callable[..., Any]) -> None:
     window = chat("abc\x1b", columns=100)
     window.send("/copy\r")
-    window.wait_for("the conversation has 0 answer(s), so there is none to copy at 1.")
+    window.wait_for("the conversation has 0 answers, so there is none to copy at 1.")
     window.send("hi\r")
     window.wait_for(prompts(3))
     window.send("/copy\r")
@@ -187,6 +187,20 @@ def test_a_dumb_terminal_can_chat(terminal: Callable[..., Any], scripted: Script
     window.wait_for("no clipboard")
     window.send(CTRL_D)
     assert window.end() == 0
+    assert b"\x1b" not in window.raw
+
+
+def test_a_dumb_terminal_shows_what_was_put_on_the_line(terminal: Callable[..., Any], scripted: Scripted) -> None:
+    window = terminal("run", scripted("abc"), TERM="dumb")
+    window.wait_for(at_prompt)
+    window.send("some\r")
+    window.wait_for(lambda text: text.count(">>>") == 2 and at_prompt(text))
+    window.send("/edit\r")
+    window.wait_for(lambda text: text.endswith(">>> some"))
+    window.send(" more\r")
+    window.wait_for(lambda text: text.count("\nabc\n") == 2 and at_prompt(text))
+    window.send("/edit\r")
+    window.wait_for(lambda text: text.endswith(">>> some more"))
 
 
 def test_escape_sequences_in_a_model_s_name(terminal: Callable[..., Any], scripted: Scripted, tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def test_exported(sessions: Callable[..., Any], tmp_path: Path) -> None:
         (("rm",), "needs the name"),
         (("rm", "../mine", "-y"), "cannot name a conversation"),
         (("rm", "mine"), "nobody is there to be asked"),
+        (("rm", "other"), "no saved conversation 'other'"),
+        (("rm", "-y", "mine", "other"), "no saved conversation 'other'"),
         (("list", "mine"), "takes no name"),
         (("list", "-o", "x"), "-o is where"),
         (("shwo",), "shwo"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from localchat import settings
+from localchat import cli, settings
 from localchat.arguments import parse_command_line
 from localchat.errors import UsageError
 
@@ -162,12 +162,36 @@ def test_a_command_takes_only_what_it_has_a_flag_for(monkeypatch: pytest.MonkeyP
     assert not args.sure
 
 
-def test_a_variable_that_is_one_slip_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALCHAT_TEMPP", "1")
-    monkeypatch.setenv("LOCALCHAT_OF_ANOTHER_PROGRAM", "1")
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("LOCALCHAT_TEMPP", "did you mean LOCALCHAT_TEMP?"),
+        ("LOCALCHAT_KVCACHE", "did you mean LOCALCHAT_KV_CACHE?"),
+        ("LOCALCHAT_N", "did you mean LOCALCHAT_MAX_TOKENS?"),
+        ("LOCALCHAT_CAHCE", "did you mean LOCALCHAT_CACHE?"),
+        ("LOCALCHAT_FOO", "`localchat run --help` says which names there are"),
+        ("LOCALCHAT_top_p", "did you mean LOCALCHAT_TOP_P?"),
+    ],
+)
+@pytest.mark.parametrize("words", [["run", "m"], ["list"]])
+def test_a_variable_that_nothing_reads_is_told(
+    monkeypatch: pytest.MonkeyPatch, variable: str, hint: str, words: list[str]
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("LOCALCHAT_TEMP", "1")
     monkeypatch.setenv("LOCALCHAT_CACHE", "/tmp")
-    args = parse_command_line(["run", "m"])
-    assert settings.complete(args) == ["warning: LOCALCHAT_TEMPP means nothing, did you mean LOCALCHAT_TEMP?"]
+    monkeypatch.setenv("LOCALCHAT_HISTORY", "off")
+    assert settings.complete(parse_command_line(words)) == [f"warning: {variable} means nothing, {hint}"]
+
+
+def test_what_a_shell_reads_has_no_warnings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCALCHAT_FOO", "1")
+    assert cli.main(["completion", "bash"]) == cli.main(["__complete", "localchat", "ru"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().err.startswith("localchat: warning: LOCALCHAT_FOO means nothing, ")
 
 
 def test_where_the_config_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

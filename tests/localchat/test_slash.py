@@ -1,5 +1,6 @@
 """Slash commands over a chat without a model."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from localchat.sampling import Sampling
 @pytest.fixture
 def chat() -> Chat:
     nothing: Any = None
-    return Chat(nothing, nothing, nothing, Sampling(seed=5), system="Be brief.")
+    template: Any = SimpleNamespace(source="{{ enable_thinking }}")
+    return Chat(nothing, nothing, template, Sampling(seed=5), system="Be brief.")
 
 
 @pytest.fixture
@@ -99,6 +101,27 @@ def test_thinking_is_asked_for_and_shown(commands: slash.SlashCommands, chat: Ch
         assert f"think              {shown}" in str(commands.run("/show parameters"))
 
 
+def test_thinking_with_an_effort_or_a_budget(commands: slash.SlashCommands, chat: Chat) -> None:
+    chat.template.source += "{{ reasoning_effort }}"
+    assert commands.run("/set think low") == "the model is asked to think first, with low effort"
+    assert chat.template_variables == {"enable_thinking": True, "reasoning_effort": "low"}
+    assert commands.run("/set think 1") == "the model is asked to think first, for at most 1 token"
+    assert (chat.template_variables, chat.think_budget) == ({"enable_thinking": True}, 1)
+    assert "on, at most 1 token " in str(commands.run("/set"))
+    assert commands.run("/set nothink") == "the model is asked not to think"
+    assert (chat.template_variables, chat.think_budget) == ({"enable_thinking": False}, None)
+
+
+def test_a_template_that_does_not_heed_it(commands: slash.SlashCommands, chat: Chat) -> None:
+    knows_none = "this model's chat template knows no efforts"
+    assert commands.run("/set think high") == f"/set think high is /set think here: {knows_none}"
+    chat.template.source = ""
+    has_none = "this model's chat template has no switch for thinking"
+    assert commands.run("/set nothink") == f"/set nothink changes nothing: {has_none}"
+    assert commands.run("/set think") == f"/set think changes nothing: {has_none}"
+    assert commands.run("/set think 7") == "the model is asked to think first, for at most 7 tokens"
+
+
 @pytest.mark.parametrize(
     ("text", "sentence", "hint"),
     [
@@ -106,7 +129,8 @@ def test_thinking_is_asked_for_and_shown(commands: slash.SlashCommands, chat: Ch
         ("/undo x", "/undo takes a number of turns, not 'x'.", ""),
         ("/retry", "there is no turn to take back.", ""),
         ("/edit now", "/edit takes no argument.", ""),
-        ("/set think hard", "there is no parameter 'think'.", ""),
+        ("/set think hard", "'hard' is not on, off, low, medium, high or a number of tokens", ""),
+        ("/set nothink 5", "there is no parameter 'nothink'.", ""),
         ("/hepl", "there is no command '/hepl'.", "did you mean /help?"),
         ("/Set temp 1", "there is no command '/Set'.", "did you mean /set?"),
         ("/etc/passwd holds", "there is no command '/etc/passwd'.", "/help lists"),
@@ -114,7 +138,7 @@ def test_thinking_is_asked_for_and_shown(commands: slash.SlashCommands, chat: Ch
         ("/set temp 1e9", "temperature is 1000000000.0, it must be", ""),
         ("/set top_k 1.5", "top_k is '1.5', wanted a whole number.", ""),
         ("/set kv_cache fp8", "kv_cache is 'fp8', wanted bf16 or int8.", ""),
-        ("/set kv_cache", "kv_cache is '', wanted bf16 or int8.", ""),
+        ("/set kv_cache", "/set kv_cache needs a value.", "try: /set kv_cache int8"),
         ("/set tempp 1", "there is no parameter 'tempp'.", "did you mean temp?"),
         ("/show nothing", "there is nothing called 'nothing' to show.", "info, parameters, system, template, memory"),
     ],
@@ -152,9 +176,10 @@ def test_values_are_listed_with_where_they_are_from(chat: Chat) -> None:
     assert ["top_p", "0.95", "/a^[[1m/config.toml,", "line", "3"] in rows
     assert ["seed", "5", "built-in"] in rows
     assert rows[-2:] == [["ctx", "8192", "flag"], ["vram", "not", "set", "built-in"]]
-    with pytest.raises(UsageError, match="ctx cannot be set in a chat") as caught:
-        commands.run("/set ctx 4096")
-    assert caught.value.hint == "leave it and go on with -C --ctx VALUE."
+    for name in ("ctx", "parameter num_ctx"):  # the latter is Ollama's
+        with pytest.raises(UsageError, match="ctx cannot be set in a chat") as caught:
+            commands.run(f"/set {name} 4096")
+        assert caught.value.hint == "leave it and go on with -C --ctx VALUE."
     commands.run("/set nothink")
     assert chat.template_variables == {"enable_thinking": False}
     assert ["think", "off", "/set"] in [line.split() for line in str(commands.run("/set")).splitlines()]
@@ -188,7 +213,7 @@ def test_a_doubled_slash_is_text(text: str, command: bool, message: str) -> None
 @pytest.mark.parametrize("turns", [0, 4])
 def test_undoing_more_than_there_is_changes_nothing(commands: slash.SlashCommands, chat: Chat, turns: int) -> None:
     chat.messages += TURNS
-    with pytest.raises(UsageError, match=rf"has 3 turn\(s\), so {turns} cannot"):
+    with pytest.raises(UsageError, match=f"has 3 turns, so {turns} cannot"):
         commands.run(f"/undo {turns}")
     assert chat.messages == TURNS
 

@@ -77,8 +77,9 @@ def test_what_is_read_again_is_said() -> None:
 def test_a_reply_that_ends_inside_its_thought_says_so() -> None:
     for in_thought in (True, False):
         last = Chunk("end", "", STATS, "length", in_thought=in_thought)
-        said = statusline.notices(statusline.Reply(last, interrupted=False))
-        assert said == ["the reply ended inside its thought, before an answer"] * in_thought
+        said = statusline.without_answer(statusline.Reply(last, interrupted=False))
+        assert said == "the reply ended inside its thought, before an answer" * in_thought
+    assert statusline.without_answer(statusline.Reply(None, interrupted=True)) == ""
     assert statusline.notices(statusline.Reply(None, interrupted=True)) == []
 
 

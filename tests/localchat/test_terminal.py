@@ -125,6 +125,16 @@ def test_ctrl_g_opens_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "name").read_text().strip().endswith(".md")
 
 
+def test_an_editor_that_is_not_there_is_told_and_the_text_stays(
+    terminal: Callable[..., Any], scripted: Scripted
+) -> None:
+    window = terminal("run", scripted("abc"), EDITOR="/no/such --wait", VISUAL="")
+    window.wait_for(lambda text: text.endswith(">>>"))
+    window.send("some draft\x07")
+    said = "localchat: error: EDITOR is '/no/such --wait', and there is no such program.\nset it to your editor.\n"
+    window.wait_for(lambda text: said in text and text.endswith(">>> some draft"))
+
+
 def test_ctrl_t_is_told() -> None:
     pressed = []
     with create_pipe_input() as pipe:
@@ -270,7 +280,7 @@ def test_turns_are_taken_back_edited_and_tried_again(chat: Callable[..., Any]) -
         ("one", "\nabc\n"),
         ("two", "\nabc\n"),
         ("/retry", "\nabc\n"),
-        ("/undo 3", "has 2 turn(s), so 3 cannot be taken back."),
+        ("/undo 3", "has 2 turns, so 3 cannot be taken back."),
         ("/undo", "took back the last turn"),
     )
     for count, (line, answer) in enumerate(steps, 2):
