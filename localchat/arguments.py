@@ -6,6 +6,7 @@ Usage errors are raised as UsageError with a hint ("did you mean") and end in `c
 import argparse
 import difflib
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from localchat import __version__, flags, parameters, registry
@@ -72,6 +73,7 @@ class Parser(argparse.ArgumentParser):
         self._fallback: dict[str, Any] = {}
         self._section: Any = None
         self._rivals: dict[str, Any] = {}
+        self._words: Sequence[str] = ()
 
     def section(self, title: str) -> None:
         """The flags that follow stand under `title` in the help."""
@@ -115,21 +117,19 @@ class Parser(argparse.ArgumentParser):
         """Raises UsageError instead of printing and exiting."""
         missing = message.removeprefix(_MISSING).partition(",")[0]
         if message.startswith(_MISSING):
+            self._refuse_unknown_flags()
             message = f"`localchat {self.command}` needs {missing}"
         raise UsageError(f"{one_line(message).removesuffix('.')}.", f"`{self.prog} --help` lists the flags.")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Raises UsageError for anything that is not understood."""
-        args, unknown = self.parse_known_intermixed_args(flags.with_think_values(words))
+        self._words = flags.with_think_values(words)
+        args, unknown = self.parse_known_intermixed_args(self._words)
         if unknown:
             word = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(word, self.actions, n=1)
             if not word.startswith("-"):
                 raise UsageError(f"{one_line(word)!r} is one argument too many for `localchat {self.command}`.")
-            raise UsageError(
-                f"there is no flag {one_line(word)!r} of `localchat {self.command}`.",
-                f"did you mean {near[0]}?" if near else f"`localchat {self.command} --help` lists the flags.",
-            )
+            raise self._no_flag(word)
         given = frozenset(vars(args))
         for name, value in self._fallback.items():
             if name not in given:
@@ -137,6 +137,20 @@ class Parser(argparse.ArgumentParser):
         args.command, args.given, args.settable = self.command, given, frozenset(self._dests())
         args.origins = dict.fromkeys(given, parameters.FLAG)  # settings.py adds the rest
         return args
+
+    def _refuse_unknown_flags(self) -> None:
+        """Before something is said to be missing: argparse would name a wrong flag only after that."""
+        for word in takewhile(lambda word: word != "--", self._words):
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in self._option_string_actions:
+                raise self._no_flag(name)
+
+    def _no_flag(self, name: str) -> UsageError:
+        near = difflib.get_close_matches(name, self.actions, n=1)
+        return UsageError(
+            f"there is no flag {one_line(name)!r} of `localchat {self.command}`.",
+            f"did you mean {near[0]}?" if near else f"`localchat {self.command} --help` lists the flags.",
+        )
 
     def _dests(self) -> set[str]:
         return {action.dest for action in self.actions.values()}

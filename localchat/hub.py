@@ -162,7 +162,7 @@ def _repo(name: str) -> tuple[str, str | None]:
     entry = registry.lookup(base)
     if entry is None and not _HUB_ID.fullmatch(base):
         close = registry.suggest(base)
-        hint = f"Did you mean {close}?" if close else "`localchat list` names the models; a hub id is org/name."
+        hint = f"did you mean {close}?" if close else "`localchat list` names the models; a hub id is org/name."
         raise ModelNotFound(f"there is no model named {base!r}.", hint)
     return entry.hub_id if entry else base, revision or None
 
@@ -238,7 +238,7 @@ def _refused(error: "HfHubHTTPError", repo: str, revision: str | None) -> UserEr
         return ModelNotFound(f"{repo} has no revision {revision!r}.", hint)
     if isinstance(error, errors.RepositoryNotFoundError):
         close = registry.suggest(repo)
-        hint = f"Did you mean {close}?" if close and registry.lookup(repo) is None else ""
+        hint = f"did you mean {close}?" if close and registry.lookup(repo) is None else ""
         private = "it is private and your token may not read it" if signed_in else "it is private (set HF_TOKEN)"
         return ModelNotFound(f"{repo} is not on the hub, or {private}.", hint)
     if status == 401:

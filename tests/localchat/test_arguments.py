@@ -122,6 +122,8 @@ def test_quantize() -> None:
         (["completion", "csh"], "invalid choice: 'csh'", ""),
         (["mr", "m"], "there is no command 'mr'.", "`localchat --help`"),  # never on to something that removes
         (["bench"], "`localchat bench` needs MODEL.", "`localchat bench --help`"),
+        (["run", "--tmep"], "there is no flag '--tmep' of `localchat run`.", "did you mean --temp?"),
+        (["run", "--temp", "1"], "`localchat run` needs MODEL.", "`localchat run --help`"),
     ],
 )
 def test_usage_errors(words: list[str], sentence: str, hint: str) -> None:

@@ -62,7 +62,7 @@ def test_nothing_heavy_is_imported(words: list[str], environment: dict[str, str]
         (["rnu", "m"], 2, "there is no command 'rnu'.", "did you mean `localchat run`?"),
         (["run", "m", "--tmep", "1"], 2, "there is no flag '--tmep' of `localchat run`.", "did you mean --temp?"),
         (["run"], 2, "`localchat run` needs MODEL.", "`localchat run --help` lists the flags."),
-        (["run", "smollm2-135n", "hi"], 3, "", "Did you mean smollm2-135m?"),
+        (["run", "smollm2-135n", "hi"], 3, "", "did you mean smollm2-135m?"),
         (["show", "qwen2.5-7c"], 3, "qwen2.5-7c is neither on this machine nor", "did you mean qwen2.5-7b?"),
         (["run", "./absent", "hi"], 3, "./absent: there is no such file or folder.", ""),
         (["run", "--offline", "smollm2-135m", "hi"], 3, "--offline", ""),
