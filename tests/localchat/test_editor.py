@@ -1,5 +1,6 @@
 """The user's editor: which it is, and what goes wrong with it."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,20 @@ def test_the_text_goes_out_and_comes_back(program: Callable[..., Path]) -> None:
     path = program("mine", 'cp "$1" "$0.saw"; echo two > "$1"')
     assert editor.edited("one") == "two"
     assert path.with_name("mine.saw").read_text() == "one"
+
+
+@pytest.mark.parametrize("ending", ["true", "exit 3", "printf '\\377' > $1"])
+def test_no_message_stays_behind_in_the_temporary_folder(
+    program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    program("mine", f'ls "$1" > "$0.saw"; {ending}')
+    with contextlib.suppress(UserError):
+        editor.edited("a secret")
+    assert str(folder) in (tmp_path / "mine.saw").read_text()
+    assert list(folder.iterdir()) == []
 
 
 def test_visual_comes_before_editor_and_both_before_the_usual_ones(
