@@ -271,7 +271,6 @@ class _Stream:
 
     def _start(self) -> int:
         """Where to go on: the part's end, or its beginning where it is longer than the whole."""
-        self._out.flush()
         end = self._out.seek(0, 2)
         if end > self._size:
             end = self._out.truncate(0)
@@ -301,6 +300,7 @@ class _Stream:
                 if self._stop.is_set():
                     raise Stopped
                 self._out.write(block)
+                self._out.flush()  # at Ctrl-C this thread dies with what its buffer holds
                 start += len(block)
                 self._count.set(min(start, self._size))
 

@@ -141,6 +141,10 @@ def parts(tmp_path: Path) -> list[Path]:
     return list(tmp_path.glob("hub/*/blobs/*.part"))
 
 
+def sizes(tmp_path: Path) -> list[int]:
+    return [part.stat().st_size for part in parts(tmp_path)]
+
+
 def fetched(records: Iterator[Any]) -> tuple[bytes, list[str]]:
     """What the weights are in the end, and the notices on the way."""
     seen = list(records)
@@ -174,10 +178,10 @@ def test_a_killed_pull_goes_on_where_it_was(
     server.held.set()
     with subprocess.Popen(words, env=environment | variables, stderr=subprocess.PIPE) as process:
         end = time.monotonic() + 60
-        while sum(part.stat().st_size for part in parts(tmp_path)) < size // 2 and time.monotonic() < end:
+        while sum(sizes(tmp_path)) < size // 2 and time.monotonic() < end:
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
-    assert [part.stat().st_size for part in parts(tmp_path)] == [size // 2]
+    assert sizes(tmp_path) == [size // 2]
     assert server.tokens == {"Bearer hf_secret"}
     server.held.clear()
     server.got.clear()
@@ -189,6 +193,16 @@ def test_a_killed_pull_goes_on_where_it_was(
     offline = environment | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     words = [*words[:3], "run", REPO, "hi"]
     assert subprocess.run(words, env=offline, capture_output=True, check=False, input=b"").stdout == b"abc\n"
+
+
+def test_few_bytes_are_in_the_file_too(server: Hub, tmp_path: Path) -> None:
+    """Ctrl-C ends the process, and with it what a buffer of the download holds."""
+    server.files[FILE] = server.sent[FILE] = bytes(200)
+    server.held.set()
+    records = hub.fetch(REPO)
+    assert any(isinstance(record, Progress) and record.done_bytes >= len(CONFIG) + 2 + 100 for record in records)
+    assert sizes(tmp_path) == [100]
+    records.close()
 
 
 def test_only_the_rest_is_counted_and_asked_for(server: Hub) -> None:
@@ -243,7 +257,7 @@ def test_what_is_damaged_twice_is_refused(server: Hub, tmp_path: Path) -> None:
     server.sent = server.files | {FILE: b"y" * len(WEIGHTS)}
     with pytest.raises(ModelNotFound, match="arrived damaged twice"):
         list(hub.fetch(REPO))
-    assert [part.stat().st_size for part in parts(tmp_path)] == [0]
+    assert sizes(tmp_path) == [0]
     assert not list(tmp_path.glob(f"hub/*/snapshots/*/{FILE}"))
 
 
@@ -260,7 +274,7 @@ def test_a_connection_that_stays_lost(server: Hub, tmp_path: Path, monkeypatch: 
     with pytest.raises(ModelNotFound, match=r"cannot be reached for Some/Model") as caught:
         list(hub.fetch(REPO))
     assert "goes on from there" in caught.value.hint
-    assert [part.stat().st_size for part in parts(tmp_path)] == [1000]
+    assert sizes(tmp_path) == [1000]
     assert len(server.got) < 12
 
 
@@ -330,11 +344,12 @@ def test_ctrl_c_during_a_download(
     window = terminal("pull", REPO, HF_ENDPOINT=server.url, HF_HOME=str(tmp_path), columns=100)
     total = sum(len(body) for name, body in server.files.items() if not name.endswith(".md"))
     bar = rf"downloading .*[\d.]+/{total / 1e3:.1f} kB .*(/s|\?) [-\d]+:"
-    window.wait_for(lambda text: re.search(bar, text) is not None and bool(parts(tmp_path)))
+    half = [len(server.files[FILE]) // 2]
+    window.wait_for(lambda text: re.search(bar, text) is not None and sizes(tmp_path) == half)
     start = time.monotonic()
     window.send("\x03")
     assert window.end() == 130
     assert time.monotonic() - start < 10  # 2 s on a machine with nothing else to do
     assert window.text.splitlines()[-1] == "localchat: interrupted"
     assert "Traceback" not in window.text
-    assert [part.stat().st_size for part in parts(tmp_path)] == [len(server.files[FILE]) // 2]
+    assert sizes(tmp_path) == half
