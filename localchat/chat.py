@@ -49,6 +49,10 @@ class Engine(Protocol):
     tokens_forwarded: int
 
     @property
+    def ready(self) -> bool:
+        """Whether the next id can be drawn with nothing prefilled before."""
+
+    @property
     def recurrent(self) -> bool:
         """Whether `rewind` reaches only the start and where `prefill` was told to keep a snapshot."""
 
@@ -290,9 +294,13 @@ class Chat:
             return None
 
     def _prefill(self, turn: Turn) -> Iterator[Chunk]:
-        """Bring the cache to the prompt: keep the longest common prefix, compute the rest (at least one token)."""
-        prefix = _common_prefix(self.engine.ids, turn.prompt)
-        reusable = min(prefix, len(turn.prompt) - 1)
+        """Bring the cache to the prompt: keep the longest common prefix, compute the rest.
+
+        That is at least one token, unless the engine stands at the prompt's end and goes on from there.
+        """
+        reusable = _common_prefix(self.engine.ids, turn.prompt)
+        if reusable == len(turn.prompt) and not (self.engine.ready and reusable == len(self.engine.ids)):
+            reusable -= 1
         expected = max((boundary for boundary in self._boundaries if boundary <= reusable), default=0)
         turn.cached = self.engine.rewind(reusable)
         turn.reread = max(0, expected - turn.cached)
@@ -318,7 +326,7 @@ class Chat:
             if answer.stopped:
                 break
             if answer.kind == "thought" and self._thought_is_over(turn) and turn.generated < limit:
-                yield from self._close_thought(turn, answer, token)
+                yield from self._close_thought(turn, answer)
                 left, said = limit - turn.generated, replied + len(turn.drawn)
                 tokens = self.engine.generate(self.sampling, self.tokenizer.stop_ids, left, replied=said)
         kind, text = answer.flush()
@@ -331,14 +339,15 @@ class Chat:
     def _thought_is_over(self, turn: Turn) -> bool:
         """Whether the thought has used its budget, or the user wants the answer; and the closing still fits."""
         over = self._answer_now or (self.think_budget is not None and turn.thought_tokens >= self.think_budget)
-        return over and len(self.engine.ids) + 1 + len(self._closing_ids()) < self.engine.max_length
+        so_far = len(turn.prompt) + len(turn.drawn)
+        return over and so_far + len(self._closing_ids()) < self.engine.max_length
 
-    def _close_thought(self, turn: Turn, answer: ReplyText, last: int) -> Iterator[Chunk]:
-        """Put `last`, which was drawn, and the closing of the thought behind what the engine holds."""
+    def _close_thought(self, turn: Turn, answer: ReplyText) -> Iterator[Chunk]:
+        """Put the closing of the thought behind what was drawn, of which the engine may not hold the last id yet."""
         closing = self._closing_ids()
-        for _ in self.engine.prefill([last, *closing]):
-            continue
         turn.drawn += closing
+        for _ in self.engine.prefill([*turn.prompt, *turn.drawn][len(self.engine.ids) :]):
+            continue
         for token in closing:
             kind, text = answer.push(token)
             yield Chunk(kind, text, turn.stats())

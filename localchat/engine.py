@@ -63,6 +63,11 @@ class Engine:
         self._graph = DecodeGraph(model, self.cache, self._seen) if model.device.type == "cuda" else None
 
     @property
+    def ready(self) -> bool:
+        """Whether the next id can be drawn as it is, with nothing prefilled before."""
+        return self._hidden is not None
+
+    @property
     def recurrent(self) -> bool:
         """Whether `rewind` can only go back to a snapshot."""
         return bool(self.cache.recurrent)
@@ -124,10 +129,12 @@ class Engine:
     def generate(
         self, sampling: Sampling, stop_ids: Collection[int], max_tokens: int, *, replied: int = 0
     ) -> Iterator[int]:
-        """Draw up to `max_tokens` ids, each yielded before it is put into the cache.
+        """Draw up to `max_tokens` ids.
 
         The last `replied` ids of the conversation are the beginning of this reply, for the presence penalty.
-        Ends after a stop id (yielded, never cached), after `max_tokens`, or when the cache is full.
+        Ends after a stop id, after `max_tokens`, or when the cache is full. The last id is never cached then, but for
+        one case: on a card, which works on the next step while the caller looks at an id, an id that is not known to
+        be the last is in the cache (and in `ids`) when it is yielded, a stop id too.
 
         Raises:
             ValueError: nothing was prefilled since the last rewind.
@@ -135,23 +142,49 @@ class Engine:
         if self._hidden is None:
             raise ValueError("generate: got no prefilled token, wanted a call of prefill first")
         self._mark_seen(replied)
+        most = min(max_tokens, self.max_length - len(self.ids) + 1)  # all but the last need room
+        if self._graph is not None:
+            yield from self._draw_ahead(self._graph, sampling, stop_ids, most)
+            return
         token = self._sample(sampling)
-        for drawn in range(1, max_tokens + 1):
+        for drawn in range(1, most + 1):
             yield token
-            if token in stop_ids or drawn == max_tokens or len(self.ids) == self.max_length:
+            if token in stop_ids or drawn == most:
                 return
             token = self.decode_one_token(token, sampling)
 
     @torch.inference_mode()
     def decode_one_token(self, token: int, sampling: Sampling) -> int:
-        """One step: put `token` into the cache and draw its successor."""
-        if self._graph is not None:
-            self._graph.capture()
-            with self._step([token]):
-                return self._graph.step(token, len(self.ids), sampling)
+        """One step without a graph: put `token` into the cache and draw its successor."""
         self._seen[token] |= SEEN_IN_CONTEXT | SEEN_IN_REPLY
         self._forward([token])
         return self._sample(sampling)
+
+    def _draw_ahead(
+        self, graph: DecodeGraph, sampling: Sampling, stop_ids: Collection[int], most: int
+    ) -> Iterator[int]:
+        """`generate` on a card: the step that takes an id is launched before the host knows the id."""
+        graph.forget()
+        known: int | None = self._sample(sampling)
+        for drawn in range(1, most + 1):
+            token = self._next(graph, known, sampling, last=drawn == most)
+            yield token
+            if token in stop_ids:
+                return
+            known = None
+
+    @torch.inference_mode()
+    def _next(self, graph: DecodeGraph, known: int | None, sampling: Sampling, *, last: bool) -> int:
+        """The next id: `known`, or what the step in flight draws. Its own step is launched first, but for the last."""
+        if last:
+            return graph.finish() if known is None else known
+        graph.capture()
+        with self._step(ids := [] if known is None else [known]):
+            graph.launch(known, len(self.ids), sampling)
+            if known is None:
+                ids.append(graph.finish())
+        self._hidden = graph.hidden
+        return ids[0]
 
     def _forward(self, ids: list[int]) -> None:
         for _ in self._layers(ids):
@@ -193,11 +226,13 @@ class Engine:
     def _step(self, ids: list[int]) -> Iterator[None]:
         """A forward of `ids` runs inside: afterwards they are part of the conversation, or it is what it was.
 
+        They need not be known before the end.
+
         `ids` is what counts: after Ctrl-C in the wrong moment the cache may be longer, but never shorter. Where that
         leaves a recurrent state that cannot be cut, the conversation goes back to a snapshot.
         """
         self.cache.truncate(len(self.ids))
-        self._hidden = None  # a captured step keeps it to itself
+        self._hidden = None
         self.cache.begin()
         try:
             yield

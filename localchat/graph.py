@@ -1,8 +1,9 @@
 """One decode step as one CUDA graph: forward, logits, and the draw, with nothing read on the host but the drawn id.
 
 The step's inputs live in a few device tensors. The graph ends by making the drawn id its own next input and moving the
-position on, so the host only replays it. It is captured once, at the first step, and serves every prompt, context
-length and sampling setting: those are values in tensors, not parts of the graph.
+position on, so the host only replays it, and need not know an id for its step to begin: `launch` and `finish` are two,
+and a card never waits for a host that shows the token before. The graph is captured once, at the first step, and serves
+every prompt, context length and sampling setting: those are values in tensors, not parts of the graph.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +32,11 @@ class DecodeGraph:
         self._settings_f = torch.zeros(8, device=device)
         self._settings_i = torch.zeros(4, dtype=torch.int64, device=device)
         self._scratch = sampling_scratch(seen.numel(), device)
-        self._host_drawn = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        # Two steps at most are launched and not finished; they take turns.
+        self._host_drawn = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._launched = self._finished = 0
+        self.hidden: Tensor | None = None  # of the last step's token, [1, H], where each step puts it
         self._graph: torch.cuda.CUDAGraph | None = None
         self._now: tuple[int, int, Sampling | None] = (-1, -1, None)  # what the device tensors hold
 
@@ -48,22 +53,39 @@ class DecodeGraph:
         if self._graph is None:
             self._graph = self._capture()
 
-    def step(self, token: int, position: int, sampling: "Sampling") -> int:
-        """Forward `token` at `position` and draw its successor.
+    def launch(self, token: int | None, position: int, sampling: "Sampling") -> None:
+        """Begin a step: forward `token` at `position` and draw its successor. None: what the step before draws.
 
         Raises:
-            ValueError: there was no `capture` yet.
+            ValueError: there was no `capture` yet, or two steps are not finished.
         """
-        if self._graph is None:
-            raise ValueError("DecodeGraph.step: got no captured graph, wanted a call of capture first")
-        self._set(token, position, sampling)
-        self._now = (-1, -1, sampling)  # whatever interrupts this, the step may have moved them on
+        if self._graph is None or self._launched - self._finished == 2:
+            raise ValueError("DecodeGraph.launch: got no captured graph or two unfinished steps, wanted another order")
+        if token is not None:
+            self._set(token, position, sampling)
+        self._now = (-1, -1, sampling)  # the step moves them on
         self._graph.replay()
-        self._host_drawn.copy_(self._drawn, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        drawn = int(self._host_drawn)
-        self._now = (drawn, position + 1, sampling)
-        return drawn
+        turn = self._launched % 2
+        self._host_drawn[turn : turn + 1].copy_(self._drawn, non_blocking=True)
+        self._copied[turn].record()
+        self._launched += 1
+
+    def finish(self) -> int:
+        """Wait for the oldest unfinished step, and return what it drew.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._launched == self._finished:
+            raise ValueError("DecodeGraph.finish: got no unfinished step, wanted a launch first")
+        turn = self._finished % 2
+        self._copied[turn].synchronize()
+        self._finished += 1
+        return int(self._host_drawn[turn])
+
+    def forget(self) -> None:
+        """What unfinished steps draw is of no interest. Whatever they change, they change before later work runs."""
+        self._finished = self._launched
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Run the step once, so that every kernel is compiled, and then record it.
@@ -90,7 +112,8 @@ class DecodeGraph:
 
     def _step(self) -> None:
         mark_seen(self._token, self._seen)  # a plain launch: steps do not overlap (kernels/pdl.py)
-        self._draw(self._model(self._token, self._position, self._cache))
+        self.hidden = self._model(self._token, self._position, self._cache)
+        self._draw(self.hidden)
         advance(self._drawn, self._token, self._position, self._draw_position)
 
     def _draw(self, hidden: Tensor) -> None:

@@ -28,6 +28,7 @@ class ScriptedEngine:
         self.prefilled: list[list[int]] = []
         self.asked: list[tuple[Any, Collection[int], int]] = []
         self.fails_at: int | None = None
+        self.ready = False
         self.recurrent = False  # then rewind lands on one of `kept`
         self.kept: list[int] = []
         self.snapshots_asked: list[int | None] = []
