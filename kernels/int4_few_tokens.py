@@ -22,6 +22,7 @@ the next kernel start, which does nothing when it is repeated. So that one stand
 """
 
 from localchat.kernels.activations import silu
+from localchat.kernels.ahead import ask_for
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import tile_offset
 from localchat.kernels.int4_fragments import raw_product, scaled_product, sums_of_x
@@ -261,6 +262,7 @@ def int4_few_tokens_kernel(
     REST: tl.constexpr,  # steps that are left after it
     BATCH: tl.constexpr,  # steps whose weights are asked for at once
     PARTS: tl.constexpr,  # warps
+    AHEAD: tl.constexpr,  # bytes
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -276,6 +278,13 @@ def int4_few_tokens_kernel(
     acc = tl.zeros([PARTS * 8, 16], tl.float32)
     # The first weights are on their way while the kernel before still works.
     fetched = _fetch(w_ptr, s_ptr, m_ptr, block, 0, words_k, BATCH, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS)
+    # And AHEAD bytes behind them, which no register holds yet.
+    own, first = words_k * 64, BATCH * PARTS * 1024
+    ask_for(
+        w_ptr + block.to(tl.int64) * (16 * words_k) + first // 4,
+        tl.maximum(tl.minimum(own - first, AHEAD), 0),
+        AHEAD > 0 and WHOLE and USE_PTX and PDL,
+    )
     wait_for_previous(PDL)
     tokens = tl.arange(0, TOKENS)
     factor = row_factors(row_scale_ptr, tokens, T, parts, words_k * 8, eps, SQUARES)

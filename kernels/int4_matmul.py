@@ -30,6 +30,7 @@ class Fragments(NamedTuple):
 
     parts: int
     batch: int
+    ahead: int = 0
 
 
 def settings_for(n: int, k: int) -> Fragments:
@@ -335,7 +336,7 @@ def few_tokens_options(tokens: int, k: int, group_size: int, dtype: torch.dtype,
 
     A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better.
     """
-    parts, batch = settings
+    parts, batch, ahead = settings
     wide = dtype != torch.float16
     columns = next(t for t in (1, 2, 4, 8) if t >= tokens)
     steps = -(-k // (128 * parts))
@@ -350,6 +351,7 @@ def few_tokens_options(tokens: int, k: int, group_size: int, dtype: torch.dtype,
         "REST": steps % count,
         "BATCH": min(batch, count),
         "PARTS": parts,
+        "AHEAD": ahead,
         "num_warps": parts,
     }
 
