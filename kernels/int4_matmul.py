@@ -3,11 +3,9 @@
 x [T, K], y [T, N]; qweight int32 [N', K/8], scales and mins [N'/16, K/G, 16], bias [N]; N' is N rounded up to 16.
 Bytes moved for one token: N * K / 2 codes + 2 N K / G a scale (twice that with mins); x and y are nothing beside it.
 
-On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor per row. Three kernels share the layout:
+On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor per row. Two kernels share the layout:
 
-    int4_few_tokens 1 to 8 tokens: tensor-core instructions fed from registers, in the order in which words lie.
-    int4_gemm       more, up to 64: tl.dot on dequantised tiles, one dot per nibble position, so that nothing is
-                    shuffled: the inputs of nibble p are gathered from x instead.
+    int4_few_tokens 1 to 32 tokens: tensor-core instructions fed from registers, in the order in which words lie.
     dequantize_int4 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
 
@@ -34,21 +32,13 @@ class Fragments(NamedTuple):
 
 
 def settings_for(n: int, k: int) -> Fragments:
-    """How the kernel for 1 to 8 tokens is launched. Measured on an H200, 2026-11-30 (NOTES.md).
+    """How the kernel is launched. Measured on an H200, 2026-11-30 (NOTES.md).
 
     Four warps everywhere. Batches of five are best where all programs find room at once (three a multiprocessor) or
     are very many; of two where five would leave a few for later, and where K is long.
     """
     few_left = 3 * 132 < n // 16 <= 4 * 132
     return Fragments(parts=4, batch=2 if few_left or k >= 16384 else 5)
-
-
-GEMM_WARPS = 8  # with 4, tiles of 32 tokens and more do not fit into registers
-
-
-def gemm_tokens(tokens: int) -> int:
-    """Tokens of a tile of the tensor-core kernels."""
-    return 16 if tokens <= 16 else 32 if tokens <= 32 else 64
 
 
 def int4_matmul_reference(
@@ -67,63 +57,6 @@ def int4_matmul_reference(
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
-
-
-@triton.jit
-def _int4_gemm_kernel(
-    x_ptr,
-    row_scale_ptr,
-    w_ptr,
-    s_ptr,
-    m_ptr,
-    bias_ptr,
-    res_ptr,
-    y_ptr,
-    T,
-    N,
-    K32,  # K / 32
-    G8: tl.constexpr,
-    HAS_MIN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """A tile [BLOCK_T, BLOCK_N] of y: for each nibble position one dot of its inputs with its codes."""
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    words_k = K32 * 4
-    groups = words_k // G8
-    x_row = x_ptr + t.to(tl.int64)[:, None] * (words_k * 8)
-    t_valid, n_valid = t[:, None] < T, n[None, :] < N
-    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for start in range(0, words_k, WORDS):
-        word = start + tl.arange(0, WORDS)
-        valid = word < words_k
-        group = word // G8
-        mask = valid[:, None] & n_valid
-        w = tl.load(w_ptr + word_offset(n[None, :], word[:, None], words_k, WHOLE), mask=mask, other=0)
-        scale = scale_offset(n[None, :], group[:, None], groups)
-        s = tl.load(s_ptr + scale, mask=mask, other=0).to(tl.float32)
-        if HAS_MIN:
-            m = tl.load(m_ptr + scale, mask=mask, other=0).to(tl.float32)
-        else:
-            m = -8 * s
-        for p in tl.static_range(4):
-            even = 2 * (group * (4 * G8) + p * G8 + word % G8)
-            for h in tl.static_range(2):
-                q = ((w >> (4 * p + 16 * h)) & 15).to(tl.float32)
-                x = tl.load(x_row + (even + h)[None, :], mask=t_valid & valid[None, :], other=0)
-                acc = tl.dot(x, (q * s + m).to(tl.float16), acc)
-    y = acc * tl.load(row_scale_ptr + t, mask=t < T, other=0)[:, None]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)[None, :]
-    at = t.to(tl.int64)[:, None] * N + n[None, :]
-    if HAS_RES:
-        y += tl.load(res_ptr + at, mask=(t[:, None] < T) & (n[None, :] < N), other=0).to(tl.float32)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=t_valid & n_valid)
 
 
 @triton.jit
@@ -179,35 +112,19 @@ def int4_matmul(
 
     bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
-    More than 8 tokens take fp16 scales only (fp32 ones do not fit into the products of tl.dot), and no `Squares`.
-    settings: of the kernel for up to 8 tokens; None: `settings_for`. use_ptx: that kernel's inline PTX or its plain
-    twin; None: PTX on CUDA, where the interpreter has none.
+    settings: None: `settings_for`. use_ptx: the kernel's inline PTX or its plain twin; None: PTX on CUDA, where the
+    interpreter has none.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together, or there are too many tokens for what is asked.
+        ValueError: shapes or dtypes do not belong together, or there are more than 32 tokens.
     """
-    n, tokens = qweight.shape[0] if rows is None else rows, x.shape[0]
-    y = torch.empty(tokens, n, dtype=dtype, device=x.device) if out is None else out
-    stored = (qweight, scales, mins, bias, residual)
-    if tokens <= FEW_TOKENS:
-        _few_tokens(x, row_scale, *stored, y, n, settings=settings, use_ptx=use_ptx)
-        return y
-    if settings is not None or scales.dtype != torch.float16 or isinstance(row_scale, Squares):
-        raise ValueError(
-            f"int4_matmul: got {tokens} tokens with {scales.dtype} scales, {type(row_scale).__name__} and settings "
-            f"{settings}, wanted up to {FEW_TOKENS}, or fp16 scales, row scales and no settings"
-        )
-    tensors, flags = _arguments(x, *stored, n)
-    block_t = gemm_tokens(tokens)
-    grid = (triton.cdiv(n, 64), triton.cdiv(tokens, block_t))
-    _int4_gemm_kernel[grid](
-        x, row_scale, *tensors, y, tokens, n, x.shape[1] // 32,
-        **flags, BLOCK_T=block_t, BLOCK_N=64, WORDS=32, num_warps=GEMM_WARPS, num_stages=3,
-    )  # fmt: skip
+    n = qweight.shape[0] if rows is None else rows
+    y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device) if out is None else out
+    _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, settings=settings, use_ptx=use_ptx)
     return y
 
 
-def _few_tokens(
+def _launch(
     x: Tensor,
     row_scale: Tensor | Squares,
     qweight: Tensor,
@@ -223,7 +140,7 @@ def _few_tokens(
     swiglu: bool = False,
     behind: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the kernel for up to 8 tokens. behind: gain, half and sums of squares of `int4_matmul_norm`."""
+    """Launch the kernel. behind: gain, half and sums of squares of `int4_matmul_norm`."""
     tensors, flags = _arguments(x, qweight, scales, mins, bias, residual, n)
     tokens, k = x.shape
     if tokens > FEW_TOKENS:
@@ -231,7 +148,7 @@ def _few_tokens(
     launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, settings or settings_for(n, k))
     factors, parts, eps, squares = factor_options(row_scale)
     gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
-    int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS,)](
+    int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS * launch["SETS"],)](
         x, factors, *tensors, y, gain, half, sums, tokens, n, k // 32, parts, eps,
         SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None,
         **flags, **launch, USE_PTX=x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x),
@@ -290,7 +207,7 @@ def int4_matmul_swiglu(
     *,
     rows: int | None = None,
 ) -> Tensor:
-    """As `int4_matmul`, for up to 8 tokens, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT.
+    """As `int4_matmul`, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT.
 
     Raises:
         ValueError: as `int4_matmul`, or N is odd.
@@ -299,7 +216,7 @@ def int4_matmul_swiglu(
     if n % 2:
         raise ValueError(f"int4_matmul_swiglu: got {n} rows, wanted gate and up in turn")
     out = torch.empty(x.shape[0], n // 2, dtype=torch.float16, device=x.device)
-    _few_tokens(x, row_scale, qweight, scales, mins, bias, None, out, n, swiglu=True)
+    _launch(x, row_scale, qweight, scales, mins, bias, None, out, n, swiglu=True)
     return out
 
 
@@ -314,7 +231,7 @@ def int4_matmul_norm(
     gain: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Squares]:
-    """As `int4_matmul`, for up to 8 tokens, and what the product behind an RMSNorm of y takes.
+    """As `int4_matmul`, and what the product behind an RMSNorm of y takes.
 
     residual fp32 [T, N]; gain [N] and eps: of that norm. -> y fp32 [T, N]; y * gain / UNIT in fp16 [T, N]; the sums of
     squares of y.
@@ -327,18 +244,19 @@ def int4_matmul_norm(
     y, half = torch.empty_like(residual), torch.empty(tokens, n, dtype=torch.float16, device=x.device)
     squares = Squares(torch.empty(tokens, qweight.shape[0] // TILE_ROWS, device=x.device), eps)
     behind = (gain, half, squares.parts)
-    _few_tokens(x, row_scale, qweight, scales, mins, bias, residual, y, n, behind=behind)
+    _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, behind=behind)
     return y, half, squares
 
 
 def few_tokens_options(tokens: int, k: int, group_size: int, dtype: torch.dtype, settings: Fragments) -> dict[str, Any]:
-    """The constants of the kernel for 1 to 8 tokens; dtype: of the scales.
+    """The constants of the kernel; dtype: of the scales.
 
     A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better.
     """
     parts, batch, ahead = settings
     wide = dtype != torch.float16
-    columns = next(t for t in (1, 2, 4, 8) if t >= tokens)
+    sets = -(-tokens // 8)
+    columns = next(t for t in (1, 2, 4, 8) if t >= min(tokens, 8))
     steps = -(-k // (128 * parts))
     bodies = -(-steps // max(4, 8 // columns))
     count = -(-steps // bodies)
@@ -346,6 +264,7 @@ def few_tokens_options(tokens: int, k: int, group_size: int, dtype: torch.dtype,
         "RAW": group_size == 128 or wide,
         "WIDE": wide,
         "EVEN": k % (128 * parts) == 0,
+        "SETS": sets,
         "TOKENS": columns,
         "COUNT": count,
         "REST": steps % count,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.gpu import tl, triton
-from localchat.kernels.int4_matmul import GEMM_WARPS, gemm_tokens
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 
@@ -17,6 +16,7 @@ from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 # for at once: all of a row of an lm_head.
 GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
 GEMM_K = 64  # with 128, tiles of 64 tokens do not fit into registers
+GEMM_WARPS = 8  # with 4, tiles of 32 tokens and more do not
 
 
 def int8_matmul_reference(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -177,7 +177,7 @@ def int8_matmul(
             **pdl_options(x),
         )
         return y
-    block_t = gemm_tokens(tokens)
+    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     _int8_gemm_kernel[(triton.cdiv(n, 64), triton.cdiv(tokens, block_t))](
         *(x, factors, *stored, y, tokens, n, k, parts, eps),
         **flags,

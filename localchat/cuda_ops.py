@@ -140,8 +140,7 @@ class CudaOps(ReferenceOps):
 
     def _product(self, activation: "Activation", linear: "Linear", residual: Tensor | None = None) -> Tensor:
         x, row_scale = activation
-        wide = linear.bits == 4 and linear.scales.dtype != torch.float16 and len(x) > FEW_TOKENS
-        if row_scale is not None and linear.bits != 16 and not wide:
+        if row_scale is not None and linear.bits != 16:
             if linear.bits == 4:
                 stored = (linear.qweight, linear.scales, linear.mins)
                 return int4_matmul(x, row_scale, *stored, linear.bias, residual, rows=linear.rows)

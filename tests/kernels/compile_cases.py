@@ -201,22 +201,10 @@ def _sampling_cases() -> list[Case]:
 
 
 def _product_cases() -> list[Case]:
-    """More than 8 tokens, and the matrix itself."""
+    """INT8 rows, and an INT4 matrix itself."""
     cases = []
-    pointers = "*fp16 *fp32 *i32 *fp16 *fp16 *fp32 *fp32 *fp32"  # x, row scale, words, scales, mins, bias, residual, y
     for group, has_min, n, k in ((128, False, 5120, 27648), (32, True, 1536, 576)):
-        flags = {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
         name = f"{n} x {k} groups of {group}{' with min' if has_min else ''}"
-        cases += [
-            Case(
-                f"int4_gemm {name} {tokens} tokens",
-                "int4_matmul._int4_gemm_kernel",
-                f"{pointers} i32 i32 i32",
-                {**flags, "BLOCK_T": tokens, "BLOCK_N": 64, "WORDS": 32},
-                int4_matmul.GEMM_WARPS,
-            )
-            for tokens in (16, 32, 64)
-        ]
         cases.append(
             Case(
                 f"dequantize_int4 {name}",
@@ -244,7 +232,7 @@ def _product_cases() -> list[Case]:
                 gemm,
                 f"{pointers} i32 i32 i32 i32 fp32",
                 {**flags, "BLOCK_T": tokens, "BLOCK_N": 64, "BLOCK_K": int8_matmul.GEMM_K},
-                int4_matmul.GEMM_WARPS,
+                int8_matmul.GEMM_WARPS,
             )
             for tokens in (16, 32, 64)
         ),
@@ -260,6 +248,8 @@ def _few_tokens_cases() -> list[Case]:
         (128, False, 55296, 5120, "fp16", 2, None),
         (128, False, 55296, 5120, "fp16", 4, None),
         (128, False, 55296, 5120, "fp16", 8, None),
+        (128, False, 55296, 5120, "fp16", 16, None),
+        (128, False, 5120, 27648, "fp16", 32, None),
         (128, False, 5120, 27648, "fp16", 1, None),
         (128, True, 5120, 5120, "fp16", 1, None),
         (128, True, 55296, 5120, "fp16", 8, None),

@@ -35,7 +35,7 @@ def make_int4(n: int, k: int, group: int, with_min: bool, device: torch.device) 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 17, 70])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 17, 32])
 @pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
 @pytest.mark.parametrize("magnitude", [1.0, 1e5])
 def test_int4(device: torch.device, shape: tuple[int, int, int], tokens: int, with_min: bool, magnitude: float) -> None:
