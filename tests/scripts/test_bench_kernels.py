@@ -95,6 +95,15 @@ def test_whole_steps_are_rows_too(bench_kernels: ModuleType, tiny_entry: Entry) 
     assert min(decode["us"], prefill["us"], decode["nbytes"], prefill["flops"]) > 0
 
 
+def test_a_forward_of_several_tokens_is_a_row(bench_kernels: ModuleType, interpreted: Model) -> None:
+    bench_kernels.STEP_CONTEXT = 10
+    with torch.inference_mode():
+        rows = list(bench_kernels.forwards(interpreted, (1, 3), run_first))
+    assert [(row["name"], row["tokens"], row["context"]) for row in rows] == [("forward", 1, 10), ("forward", 3, 10)]
+    assert rows[0]["nbytes"] == rows[1]["nbytes"] > 0
+    assert rows[1]["flops"] > 2 * rows[0]["flops"]
+
+
 def test_without_a_card_it_says_so(script: Script, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     module = script("bench_kernels")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
