@@ -31,8 +31,7 @@ from localchat.kernels.activations import silu
 from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay
 from localchat.kernels.gpu import tl, triton
 
-# Rows of a diagonal block of A that is inverted by substitution; four of them make the chunk.
-_BLOCK = 16
+_DOUBLINGS = tl.constexpr(CHUNK.bit_length() - 1)  # from blocks of one row to the chunk
 # Columns of q and k that its products take at once.
 _BLOCK_K = 64
 # Tokens of a program of the first and last kernels.
@@ -103,24 +102,20 @@ def _half_dot(a, b):
 
 
 @triton.jit
-def _inverse(a, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangular [CHUNK, CHUNK], in four blocks of BLOCK rows.
+def _inverse(a, CHUNK: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular [CHUNK, CHUNK].
 
-    The diagonal blocks D together by substitution, row by row: a series in a would cancel terms of up to 1e18 where
-    keys repeat. I + a = (I + D) (I + N) with N = (I + D)^-1 (a - D), whose fourth power is 0, so that the inverse is
-    (I - N) (I + N^2) (I + D)^-1.
+    Of blocks on the diagonal, whose inverses are known, two together have the inverse
+    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]], for all pairs at once I - M C M with M the known ones. Sizes
+    double. A series in a would be shorter, and cancel terms of up to 1e18 where keys repeat.
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    diagonal = (row // BLOCK) == (column // BLOCK)
-    inside = tl.where(diagonal, a, 0.0)
-    inverse = tl.where(row == column, 1.0, 0.0)
-    for i in range(1, BLOCK):
-        now = diagonal & (row % BLOCK == i)
-        weights = tl.sum(tl.where(now, inside, 0.0), 0)  # of the rows above, in the block of each column
-        inverse -= tl.where(now, tl.sum(weights[:, None] * inverse, 0)[None, :], 0.0)
-    n = _half_dot(inverse, a - inside)
-    inverse += _half_dot(_half_dot(n, n), inverse)
-    return inverse - _half_dot(n, inverse)
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, a, 0.0)
+    for doubling in tl.range(1, _DOUBLINGS, num_stages=1):
+        pair = row >> (doubling + 1) == column >> (doubling + 1)
+        corner = tl.where(pair & (row >> doubling != column >> doubling), a, 0.0)
+        inverse -= _half_dot(_half_dot(inverse, corner), inverse)
+    return inverse
 
 
 @triton.jit
@@ -139,7 +134,6 @@ def _triangle_kernel(
     DK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """inverse and P fp16 [chunks, nv, CHUNK, CHUNK]; gates fp32 [chunks, nv, 3, CHUNK]: beta, e^G, e^H."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -150,7 +144,13 @@ def _triangle_kernel(
     wide_token = token.to(tl.int64)
     beta, g = step_and_decay(ba_ptr + wide_token * BA_STRIDE, A_log_ptr, dt_bias_ptr, head, heads, real)
     later = i[:, None] > i[None, :]
-    between = tl.cumsum(tl.where(later, g[:, None], 0.0), 0)
+    after = tl.where(later, g[:, None], 0.0)
+    out = (chunk * heads + head).to(tl.int64)
+    gates = gates_ptr + out * 3 * CHUNK + i  # stored here, so that nothing of them lives through the products
+    tl.store(gates, beta)
+    tl.store(gates + CHUNK, tl.exp(tl.cumsum(g, 0)))
+    tl.store(gates + 2 * CHUNK, tl.exp(tl.sum(after, 0)))
+    between = tl.cumsum(after, 0)
     decay = tl.where(i[:, None] >= i[None, :], tl.exp(between), 0.0)
 
     row = qk_ptr + (wide_token[:, None] * 2 * KEY_HEADS + head // REPEATS) * DK + d[None, :]
@@ -160,16 +160,10 @@ def _triangle_kernel(
         k = tl.load(row + first + KEY_HEADS * DK, mask=real[:, None], other=0.0)
         qk += tl.dot(q, tl.trans(k))
         kk += tl.dot(k, tl.trans(k))
-    out = (chunk * heads + head).to(tl.int64)
     tile = out * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
     tl.store(p_ptr + tile, (qk * decay).to(tl.float16))
     a = tl.where(later, beta[:, None] * kk * decay, 0.0)
-    tl.store(inverse_ptr + tile, _inverse(a, CHUNK, BLOCK).to(tl.float16))
-
-    gates = gates_ptr + out * 3 * CHUNK + i
-    tl.store(gates, beta)
-    tl.store(gates + CHUNK, tl.exp(tl.cumsum(g, 0)))
-    tl.store(gates + 2 * CHUNK, tl.exp(tl.sum(tl.where(i[:, None] > i[None, :], g[:, None], 0.0), 0)))
+    tl.store(inverse_ptr + tile, _inverse(a, CHUNK).to(tl.float16))
 
 
 @triton.jit
@@ -313,7 +307,6 @@ def gated_delta_net_prefill(
         DK=key_dim,
         BLOCK_K=min(_BLOCK_K, key_dim),
         CHUNK=CHUNK,
-        BLOCK=_BLOCK,
         num_warps=8,
         num_stages=2,
     )
