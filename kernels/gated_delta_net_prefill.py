@@ -106,8 +106,8 @@ def _inverse(a, CHUNK: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular [CHUNK, CHUNK].
 
     Of blocks on the diagonal, whose inverses are known, two together have the inverse
-    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]], for all pairs at once I - M C M with M the known ones. Sizes
-    double. A series in a would be shorter, and cancel terms of up to 1e18 where keys repeat.
+    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]: M - M C M for all pairs at once, with M the known ones.
+    Sizes double. A series in a would be shorter, and cancel terms of up to 1e18 where keys repeat.
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, a, 0.0)
