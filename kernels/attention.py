@@ -307,6 +307,48 @@ def attention_decode(
 
 
 @triton.jit
+def _store_columns(
+    out,
+    out_ptr,
+    gate_ptr,
+    first_row,
+    kv_head,
+    real,
+    Q_HEADS,
+    GATE_STRIDE,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """out [M, WIDTH] are the columns from FIRST on. Few at a time, so that their gates find room in registers."""
+    if WIDTH > 32:
+        left, right = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, WIDTH // 2]), (0, 2, 1)))
+        _store_columns(
+            *(left, out_ptr, gate_ptr, first_row, kv_head, real, Q_HEADS, GATE_STRIDE),
+            *(FIRST, WIDTH // 2, D, BLOCK_M, GROUP, GATED),
+        )
+        _store_columns(
+            *(right, out_ptr, gate_ptr, first_row, kv_head, real, Q_HEADS, GATE_STRIDE),
+            *(FIRST + WIDTH // 2, WIDTH // 2, D, BLOCK_M, GROUP, GATED),
+        )
+    else:
+        d = FIRST + tl.arange(0, WIDTH)
+        first_token = (first_row // GROUP).to(tl.int64)
+        row = first_row + tl.arange(0, BLOCK_M)
+        token, head = row // GROUP - first_row // GROUP, row % GROUP  # behind the first: 32 bits suffice
+        if GATED:
+            gate_row = gate_ptr + first_token * GATE_STRIDE + kv_head * GROUP * D
+            at = (token * GATE_STRIDE + head * D)[:, None] + d[None, :]
+            out = out * sigmoid(tl.load(gate_row + at, mask=real[:, None], other=0.0).to(tl.float32))
+        out_row = out_ptr + (first_token * Q_HEADS + kv_head * GROUP) * D
+        at = ((token * Q_HEADS + head) * D)[:, None] + d[None, :]
+        tl.store(out_row + at, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
 def _attention_prefill_kernel(
     q_ptr,
     keys_ptr,
@@ -361,14 +403,10 @@ def _attention_prefill_kernel(
             *(q, keys_ptr + offset, values_ptr + offset, key_scales_ptr, value_scales_ptr, rows + n),
             *(n + column < length, visible, m, l, acc, scale, INT8, True, WIDEN),
         )
-    out = acc / l[:, None]
-    if GATED:
-        gate_start = first_token.to(tl.int64) * GATE_STRIDE + kv_head * GROUP * D
-        gate_row = (row // GROUP - first_token) * GATE_STRIDE + row % GROUP * D
-        gate = tl.load(gate_ptr + gate_start + gate_row[:, None] + d[None, :], mask=real[:, None], other=0.0)
-        out = out * sigmoid(gate.to(tl.float32))
-    out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + start + q_row[:, None] + d[None, :], out, mask=real[:, None])
+    _store_columns(
+        *(acc * (1.0 / l)[:, None], out_ptr, gate_ptr, first_row, kv_head, real, Q_HEADS, GATE_STRIDE),
+        *(0, D, D, BLOCK_M, GROUP, GATED),
+    )
 
 
 def attention_prefill(
@@ -396,7 +434,7 @@ def attention_prefill(
     (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
     out = torch.empty(tokens, q_heads * head_dim, dtype=dtype, device=q.device)
     major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-    block_m, block_n, warps = prefill_blocks(head_dim, _operand_size(q, keys), tokens * group, major)
+    block_m, block_n, warps, stages = prefill_blocks(head_dim, _operand_size(q, keys), tokens * group, major)
     _attention_prefill_kernel[(triton.cdiv(tokens * group, block_m), kv_heads)](
         q,
         keys,
@@ -418,27 +456,29 @@ def attention_prefill(
         BLOCK_N=block_n,
         WIDEN=not q.is_cuda,
         num_warps=warps,
-        num_stages=2,
+        num_stages=stages,
     )
     return out
 
 
-def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> tuple[int, int, int]:
-    """Rows and keys of a prefill tile, and warps, for a card of compute capability `major`.x.
+def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> tuple[int, int, int, int]:
+    """Rows and keys of a prefill tile, warps, and stages, for a card of compute capability `major`.x.
 
-    element_size: 1 for INT8 codes under bf16 queries, else that of queries and keys. Not tuned on a card yet; chosen so
-    that nothing spills and 99 KB of shared memory suffice (test_compile.py). Eight warps where four would leave too few
-    registers for the accumulator. Hopper keeps its operands in shared memory and takes more keys; elsewhere codes are
-    widened in registers, which leaves room for fewer. fp32 has no tensor cores: small tiles keep its unrolled products
-    in registers.
+    element_size: 1 for INT8 codes under bf16 queries, else that of queries and keys. Chosen so that nothing spills, and
+    that 99 KB of shared memory suffice (test_compile.py) but on Hopper, which has 227 KB, keeps its operands there, and
+    fills its tensor cores with 128 rows and as many keys as registers hold. Elsewhere codes are widened in registers,
+    which leaves room for fewer keys. Eight warps where four would leave too few registers for the accumulator. fp32 has
+    no tensor cores: small tiles keep its unrolled products in registers.
     """
     if element_size == 4:
-        return 16, 16, 4
+        return 16, 16, 4, 2
+    if major == 9 and rows >= 128:
+        wide = element_size == 1
+        keys = {64: 64, 128: 64 if wide else 128, 256: 32 if wide else 64}.get(head_dim, 64)
+        return 128, keys, 8, 3 if wide and head_dim == 128 else 2
     block_m = max(16, min(128, 16384 // head_dim, triton.next_power_of_2(rows)))
-    in_shared = major == 9 and block_m >= 64
-    fewest = 16 if element_size == 1 and not in_shared else 32
-    block_n = max(fewest, min(64, (8192 if in_shared else 4096) // head_dim))
-    return block_m, block_n, 8 if block_m >= 64 and block_m * head_dim >= 8192 else 4
+    block_n = max(16 if element_size == 1 else 32, min(64, 4096 // head_dim))
+    return block_m, block_n, 8 if block_m >= 64 and block_m * head_dim >= 8192 else 4, 2
 
 
 def decode_blocks(head_dim: int, element_size: int) -> tuple[int, int]:

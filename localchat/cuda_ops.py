@@ -95,7 +95,8 @@ class CudaOps(ReferenceOps):
         angles = (rope.cos, rope.sin, rope.positions)
         q = rope_kv_write(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales)
         if q.shape[0] > 1:
-            return attention_prefill(q, keys, values, rope.positions, gate=gate, scales=scales)
+            dtype = _mixer_dtype(q)
+            return attention_prefill(q, keys, values, rope.positions, gate=gate, scales=scales, dtype=dtype)
         splits = max(1, self._multiprocessors // keys.shape[0])
         return attention_decode(q, keys, values, rope.positions, splits=splits, gate=gate, scales=scales, units=True)
 
@@ -104,8 +105,7 @@ class CudaOps(ReferenceOps):
         if qkvz.shape[0] == 1:
             eps, arrivals = mixer.norm.eps, self._arrivals
             return gated_delta_net_decode(qkvz, ba, *weights, eps, *cache, arrivals=arrivals, units=True)
-        dtype = torch.float32 if _few(qkvz) else torch.bfloat16  # what linear_add rounds to
-        return gated_delta_net_prefill(qkvz, ba, *weights, mixer.norm.eps, *cache, dtype=dtype)
+        return gated_delta_net_prefill(qkvz, ba, *weights, mixer.norm.eps, *cache, dtype=_mixer_dtype(qkvz))
 
     def linear_add(  # type: ignore[override]
         self, x: "Tensor | Activation", linear: "Linear", residual: Stream, behind: "RMSNorm | None"
@@ -168,6 +168,11 @@ class CudaOps(ReferenceOps):
 
 def _few(x: Tensor) -> bool:
     return x.shape[0] <= CROSSOVER
+
+
+def _mixer_dtype(x: Tensor) -> torch.dtype:
+    """What a mixer of many tokens gives: what `linear_add` rounds to."""
+    return torch.float32 if _few(x) else torch.bfloat16
 
 
 def _fused(linear: "Linear", tokens: int) -> bool:

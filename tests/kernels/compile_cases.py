@@ -98,7 +98,7 @@ def _attention_cases() -> list[Case]:
         )
         for rows in (32, 10_000):
             for archs in ((80, 86, 89, 120), (90,)):
-                block_m, block_n, warps = attention.prefill_blocks(d, size, rows, archs[0] // 10)
+                block_m, block_n, warps, stages = attention.prefill_blocks(d, size, rows, archs[0] // 10)
                 cases.append(
                     Case(
                         f"attention_prefill {shape} rows {rows}",
@@ -106,7 +106,7 @@ def _attention_cases() -> list[Case]:
                         f"{pointers} {'*fp32 ' * (d == 256)}*fp32 fp32 i32 i32 i32:16 i32:16",
                         {**launch, **gated, "BLOCK_M": block_m, "BLOCK_N": block_n},
                         num_warps=warps,
-                        num_stages=2,
+                        num_stages=stages,
                         archs=archs,
                     )
                 )
