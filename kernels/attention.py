@@ -10,15 +10,11 @@ An INT8 cache has `scales`, those of its keys and values, fp32 [Hkv, S]: a key i
 and a value's scale multiplies the probability: codes go into the products as they are, exact in bf16, and no
 dequantised row is ever stored. One token moves half of what a bf16 cache costs, and 4 bytes a row for its scale.
 
-Two kernels, both with the online softmax of FlashAttention-2 (arXiv 2307.08691) in base 2 and fp32 accumulators; q,
-keys and values bf16 (or fp32, multiplied as such; or INT8 under either), D a power of two.
-
-* `attention_decode`, one token: the context is cut into `splits` parts (boundaries computed on the device from the
-  position, so that one CUDA graph serves every length), one program per KV head and part; a second kernel joins the
-  parts in a fixed order. The group's queries are padded to the 16 rows of a tensor-core tile.
-* `attention_prefill`, a chunk behind a cached prefix: a program takes a tile of (token, head of the group) rows, so
-  keys and values are read once for the whole group and few tokens still fill a tile. Only blocks that the diagonal
-  cuts are masked. Positions are contiguous: the first one says all.
+The kernel here, `attention_prefill`, is for a chunk of tokens behind a cached prefix: a program takes a tile of (token,
+head of the group) rows, so keys and values are read once for the whole group and few tokens still fill a tile. Only
+blocks that the diagonal cuts are masked. Positions are contiguous: the first one says all. One token, with what comes
+before and after it: attention_decode.py. Both have the online softmax of FlashAttention-2 (arXiv 2307.08691) in base 2
+and fp32 accumulators; q, keys and values bf16 (or fp32, multiplied as such; or INT8 under either), D a power of two.
 """
 
 from collections.abc import Sequence
@@ -29,11 +25,10 @@ from torch import Tensor
 from localchat.kernels.activations import sigmoid
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
-from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
-from localchat.kernels.scaled_half import in_units
 
 # Scores held at once, in fp32 elements (256 MB): queries are taken in blocks so that memory does not grow with T * S.
 _MAX_SCORES = 64 * 1024 * 1024
+LOG2_E = 1.4426950408889634
 
 
 def attention_reference(
@@ -99,12 +94,34 @@ def _operand(x, q, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(
+def load_rows(keys, values, inside, MASKED: tl.constexpr):
+    """keys and values [N, D] at these pointers, 0 where not inside [N]. Not MASKED, all is inside."""
+    if MASKED:
+        k = tl.load(keys, mask=inside[:, None], other=0)
+        v = tl.load(values, mask=inside[:, None], other=0)
+    else:
+        k = tl.load(keys)
+        v = tl.load(values)
+    return k, v
+
+
+@triton.jit
+def row_scales(scales_ptr, rows, inside, MASKED: tl.constexpr):
+    """The scales [N] of these rows, in the same way."""
+    if MASKED:
+        loaded = tl.load(scales_ptr + rows, mask=inside, other=0.0)
+    else:
+        loaded = tl.load(scales_ptr + rows)
+    return loaded
+
+
+@triton.jit
+def softmax_step(
     q,
-    keys,
-    values,
-    key_scales_ptr,
-    value_scales_ptr,
+    k,
+    v,
+    key_scales,
+    value_scales,
     rows,
     inside,
     visible,
@@ -113,22 +130,20 @@ def _softmax_step(
     acc,
     scale,
     INT8: tl.constexpr,
+    LOADED: tl.constexpr,
     MASKED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One block more: keys and values, pointers [N, D], of the cache's `rows` [N], of which `inside` [N] are read.
+    """One block more: k, v [N, D] and, if INT8, their scales [N], or (not LOADED) those of all rows of the cache.
 
-    q [M, D]; visible [M, N]; m, l [M], acc [M, D]. scale includes log2(e). Not MASKED, all is inside and visible.
+    q [M, D]; rows [N], those of this block in the cache, of which `inside` are read; visible [M, N]; m, l [M], acc
+    [M, D]. scale includes log2(e). Not MASKED, all is inside and visible.
     """
-    if MASKED:
-        k = tl.load(keys, mask=inside[:, None], other=0)
-        v = tl.load(values, mask=inside[:, None], other=0)
-    else:
-        k = tl.load(keys)
-        v = tl.load(values)
     scores = _dot(q, tl.trans(_operand(k, q, WIDEN)), WIDEN) * scale
     if INT8:
-        scores *= _row_scales(key_scales_ptr + rows, inside, MASKED)[None, :]
+        if not LOADED:
+            key_scales = row_scales(key_scales, rows, inside, MASKED)
+        scores *= key_scales[None, :]
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
@@ -136,174 +151,11 @@ def _softmax_step(
     shrink = tl.exp2(m - m_new)
     l = l * shrink + tl.sum(p, 1)
     if INT8:
-        p *= _row_scales(value_scales_ptr + rows, inside, MASKED)[None, :]
+        if not LOADED:
+            value_scales = row_scales(value_scales, rows, inside, MASKED)
+        p *= value_scales[None, :]
     acc = acc * shrink[:, None] + _dot(p.to(q.dtype), _operand(v, q, WIDEN), WIDEN)
     return m_new, l, acc
-
-
-@triton.jit
-def _row_scales(scales, inside, MASKED: tl.constexpr):
-    """scales, pointers [N] -> [N], 0 outside."""
-    if MASKED:
-        loaded = tl.load(scales, mask=inside, other=0.0)
-    else:
-        loaded = tl.load(scales)
-    return loaded
-
-
-@triton.jit
-def _attention_decode_kernel(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    positions_ptr,
-    parts_ptr,
-    stats_ptr,
-    scale,
-    HEAD_STRIDE,
-    INT8: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """parts fp32 [Hq, splits, D] (not yet divided by l), stats fp32 [Hq, splits, 2] = (m, l)."""
-    let_next_start(PDL)
-    kv_head, split = tl.program_id(0), tl.program_id(1)
-    wait_for_previous(PDL)
-    splits = tl.num_programs(1)
-    length = (tl.load(positions_ptr) + 1).to(tl.int32)
-    part = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
-    start = split * part
-    end = tl.minimum(start + part, length)
-
-    row, column, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
-    head = kv_head * GROUP + row
-    q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=row[:, None] < GROUP, other=0.0)
-    rows = kv_head.to(tl.int64) * (HEAD_STRIDE // D) + column
-    tile = rows[:, None] * D + d[None, :]
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
-    for n in range(start, end, BLOCK_N):
-        inside = n + column < end
-        offset = tile + n * D
-        m, l, acc = _softmax_step(
-            *(q, keys_ptr + offset, values_ptr + offset, key_scales_ptr, value_scales_ptr, rows + n),
-            *(inside, inside[None, :], m, l, acc, scale, INT8, True, WIDEN),
-        )
-    out = head * splits + split
-    tl.store(parts_ptr + out[:, None] * D + d[None, :], acc, mask=row[:, None] < GROUP)
-    tl.store(stats_ptr + out * 2, m, mask=row < GROUP)
-    tl.store(stats_ptr + out * 2 + 1, l, mask=row < GROUP)
-
-
-@triton.jit
-def _attention_combine_kernel(
-    parts_ptr,
-    stats_ptr,
-    gate_ptr,
-    out_ptr,
-    splits,
-    GATED: tl.constexpr,
-    UNITS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s, in the order of the parts; an empty part has m = -inf."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    head = tl.program_id(0)
-    split, d = tl.arange(0, BLOCK_S), tl.arange(0, D)
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([D], tl.float32)
-    for first in range(0, splits, BLOCK_S):
-        inside = first + split < splits
-        row = head * splits + first + split
-        m_part = tl.load(stats_ptr + row * 2, mask=inside, other=float("-inf"))
-        l_part = tl.load(stats_ptr + row * 2 + 1, mask=inside, other=0.0)
-        part = tl.load(parts_ptr + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-        m_new = tl.maximum(m, tl.max(m_part, 0))  # finite from the first part on: it is never empty
-        weight = tl.exp2(m_part - m_new)
-        shrink = tl.exp2(m - m_new)
-        l = l * shrink + tl.sum(weight * l_part, 0)
-        acc = acc * shrink + tl.sum(weight[:, None] * part, 0)
-        m = m_new
-    out = acc / l
-    if GATED:
-        out = out * sigmoid(tl.load(gate_ptr + head * D + d).to(tl.float32))
-    if UNITS:
-        out = in_units(out)
-    tl.store(out_ptr + head * D + d, out)
-
-
-def attention_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    *,
-    splits: int,
-    gate: Tensor | None = None,
-    scales: Sequence[Tensor] = (),
-    units: bool = False,
-) -> Tensor:
-    """q [1, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [1] -> fp32 [1, Hq * D].
-
-    units: fp16 and divided by UNIT instead (kernels/scaled_half.py), as the product behind it takes it.
-
-    gate [1, Hq * D] in any float dtype. scales: fp32 [Hkv, S] of keys and of values, which are INT8 then.
-
-    The result depends on the inputs and `splits` alone, bit for bit.
-
-    Raises:
-        ValueError: a dtype or shape is another, a tensor is not contiguous, or splits is not positive.
-    """
-    group = _check("attention_decode", q, keys, values, positions, gate, scales)
-    (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
-    if tokens != 1 or splits < 1:
-        raise ValueError(f"attention_decode: got {tokens} tokens, {splits} splits, wanted 1 token, at least 1 split")
-    block_n, warps = decode_blocks(head_dim, _operand_size(q, keys))
-    parts = torch.empty(q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
-    stats = torch.empty(q_heads, splits, 2, dtype=torch.float32, device=q.device)
-    out = torch.empty(1, q_heads * head_dim, dtype=torch.float16 if units else torch.float32, device=q.device)
-    _attention_decode_kernel[(kv_heads, splits)](
-        q,
-        keys,
-        values,
-        *(scales or (None, None)),
-        positions,
-        parts,
-        stats,
-        head_dim**-0.5 * _LOG2_E,
-        capacity * head_dim,
-        INT8=bool(scales),
-        GROUP=group,
-        D=head_dim,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=block_n,
-        WIDEN=not q.is_cuda,
-        num_warps=warps,
-        num_stages=2,
-        **pdl_options(q),
-    )
-    block_s = max(2, min(16, triton.next_power_of_2(splits)))
-    _attention_combine_kernel[(q_heads,)](
-        *(parts, stats, gate, out, splits),
-        GATED=gate is not None,
-        UNITS=units,
-        D=head_dim,
-        BLOCK_S=block_s,
-        num_warps=4,
-        **pdl_options(q),
-    )
-    return out
 
 
 @triton.jit
@@ -392,16 +244,19 @@ def _attention_prefill_kernel(
     length = before + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, tokens)
     for n in range(0, everyone_sees, BLOCK_N):
         offset = tile + n * D
-        m, l, acc = _softmax_step(
-            *(q, keys_ptr + offset, values_ptr + offset, key_scales_ptr, value_scales_ptr, rows + n),
-            *(None, None, m, l, acc, scale, INT8, False, WIDEN),
+        k, v = load_rows(keys_ptr + offset, values_ptr + offset, None, False)
+        m, l, acc = softmax_step(
+            *(q, k, v, key_scales_ptr, value_scales_ptr, rows + n, None, None),
+            *(m, l, acc, scale, INT8, False, False, WIDEN),
         )
     for n in range(everyone_sees, length, BLOCK_N):
         offset = tile + n * D
         visible = n + column[None, :] <= position[:, None]
-        m, l, acc = _softmax_step(
-            *(q, keys_ptr + offset, values_ptr + offset, key_scales_ptr, value_scales_ptr, rows + n),
-            *(n + column < length, visible, m, l, acc, scale, INT8, True, WIDEN),
+        inside = n + column < length
+        k, v = load_rows(keys_ptr + offset, values_ptr + offset, inside, True)
+        m, l, acc = softmax_step(
+            *(q, k, v, key_scales_ptr, value_scales_ptr, rows + n, inside, visible),
+            *(m, l, acc, scale, INT8, False, True, WIDEN),
         )
     _store_columns(
         *(acc * (1.0 / l)[:, None], out_ptr, gate_ptr, first_row, kv_head, real, Q_HEADS, GATE_STRIDE),
@@ -443,7 +298,7 @@ def attention_prefill(
         positions,
         gate,
         out,
-        head_dim**-0.5 * _LOG2_E,
+        head_dim**-0.5 * LOG2_E,
         tokens,
         q_heads,
         capacity * head_dim,
@@ -481,21 +336,9 @@ def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> t
     return block_m, block_n, 8 if block_m >= 64 and block_m * head_dim >= 8192 else 4, 2
 
 
-def decode_blocks(head_dim: int, element_size: int) -> tuple[int, int]:
-    """Keys of a decode block, and warps: tiles of 16 KB (8 in fp32, which has no tensor cores), so that nothing spills.
-
-    element_size as above. As many bytes of codes are twice the keys, and twice the warps widen them.
-    """
-    block_n = max(16, min(128, (8192 if element_size == 4 else 16384) // (head_dim * element_size)))
-    return block_n, 8 if element_size == 1 else 4
-
-
 def _operand_size(q: Tensor, keys: Tensor) -> int:
     """Bytes of an element that the products are made of; fp32 queries make an fp32 product of any keys."""
     return 4 if q.dtype == torch.float32 else keys.element_size()
-
-
-_LOG2_E = 1.4426950408889634
 
 
 def _check(
@@ -519,9 +362,18 @@ def _check(
     check_tensor(f"{what}: positions", positions, (torch.int64,), (tokens,))
     if gate is not None:
         check_tensor(f"{what}: gate", gate, FLOATS, (tokens, q_heads * head_dim), rows_apart=True)
-    if q_heads % keys.shape[0] or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
+    return check_heads(what, q_heads, keys.shape[0], head_dim)
+
+
+def check_heads(what: str, q_heads: int, kv_heads: int, head_dim: int) -> int:
+    """Queries per KV head.
+
+    Raises:
+        ValueError: the kernels are not for these numbers.
+    """
+    if q_heads % kv_heads or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
         raise ValueError(
-            f"{what}: got {q_heads} query heads, {keys.shape[0]} KV heads, head_dim {head_dim}, wanted a multiple "
+            f"{what}: got {q_heads} query heads, {kv_heads} KV heads, head_dim {head_dim}, wanted a multiple "
             "of the KV heads and head_dim 16, 32, 64, 128 or 256"
         )
-    return q_heads // keys.shape[0]
+    return q_heads // kv_heads

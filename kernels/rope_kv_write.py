@@ -32,6 +32,8 @@ from localchat.kernels.gpu import tl, triton
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.rms_norm import rms_norm_reference
 
+_CACHED = (torch.bfloat16, torch.float32)  # dtypes of a cache that is not INT8
+
 
 def rope_kv_write_reference(
     qkv: Tensor,
@@ -83,16 +85,43 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def partner_of(j, ROTARY: tl.constexpr):
+    """The dimension that a rotated dimension turns with. The compiler is told that they come in runs, as j does."""
+    half: tl.constexpr = ROTARY // 2
+    run: tl.constexpr = half & -half if half & -half < 16 else 16
+    return tl.max_contiguous(tl.multiple_of(tl.where(j < half, j + half, j - half), run), run)
+
+
+@triton.jit
+def turned(x, other, gain, other_gain, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotation of heads x [..., D]; `other` and `other_gain` are x and gain at each dimension's partner.
+
+    Where a dimension is not rotated, cos is 1 and sin is 0. Not NORM, nobody looks at the gains.
+    """
+    if NORM:
+        rms = 1.0 / tl.sqrt_rn(tl.sum(x * x, -1, keep_dims=True) / D + eps)
+        x = x * rms * gain
+        other = other * rms * other_gain
+    return x * cos + other * sin
+
+
+@triton.jit
+def quantized(x):
+    """x fp32 [D] -> codes, as whole numbers in fp32, and their scale."""
+    largest = tl.max(tl.abs(x), 0)
+    code = tl.div_rn(x, tl.where(largest > 0, largest, 1.0)) * 127
+    # To nearest even: behind 1.5 * 2^23 an fp32 number has no room for a fraction.
+    return (code + 12582912.0) - 12582912.0, tl.div_rn(largest, 127.0)
+
+
+@triton.jit
 def _store_row(cache_ptr, scales_ptr, row, x, j, mask, INT8: tl.constexpr, D: tl.constexpr):
     """x [BLOCK] to row `row` of a cache."""
     out = cache_ptr + row * D + j
     if INT8:
-        largest = tl.max(tl.abs(x), 0)
-        code = tl.div_rn(x, tl.where(largest > 0, largest, 1.0)) * 127
-        # To nearest even: behind 1.5 * 2^23 an fp32 number has no room for a fraction.
-        code = (code + 12582912.0) - 12582912.0
-        tl.store(out, code.to(tl.int8), mask=mask)
-        tl.store(scales_ptr + row, tl.div_rn(largest, 127.0))
+        codes, scale = quantized(x)
+        tl.store(out, codes.to(tl.int8), mask=mask)
+        tl.store(scales_ptr + row, scale)
     else:
         tl.store(out, x.to(cache_ptr.dtype.element_ty), mask=mask)
 
@@ -133,19 +162,20 @@ def _rope_kv_write_kernel(
 
     if head < Q_HEADS + KV_HEADS:  # q or k: norm and rotation
         turns = j < ROTARY
-        partner = tl.where(j < ROTARY // 2, j + ROTARY // 2, j - ROTARY // 2)
+        partner = partner_of(j, ROTARY)
         other = tl.load(row + partner, mask=turns, other=0.0).to(tl.float32)
+        gain = 1.0
+        other_gain = 1.0
         if NORM:
             norm_ptr = q_norm_ptr
             if head >= Q_HEADS:
                 norm_ptr = k_norm_ptr
-            rms = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / D + eps)
-            x = x * rms * tl.load(norm_ptr + j, mask=mask, other=0.0).to(tl.float32)
-            other = other * rms * tl.load(norm_ptr + partner, mask=turns, other=0.0).to(tl.float32)
+            gain = tl.load(norm_ptr + j, mask=mask, other=0.0).to(tl.float32)
+            other_gain = tl.load(norm_ptr + partner, mask=turns, other=0.0).to(tl.float32)
         angle = wide_token * ROTARY + j
         cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
         sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
-        x = x * cos + other * sin
+        x = turned(x, other, gain, other_gain, cos, sin, eps, D, NORM)
 
     if head < Q_HEADS:
         tl.store(q_ptr + (wide_token * Q_HEADS + head) * D + j, x.to(q_ptr.dtype.element_ty), mask=mask)
@@ -181,32 +211,10 @@ def rope_kv_write(
     Raises:
         ValueError: a dtype or shape is another, a tensor is not contiguous, or only one of the two norms is there.
     """
-    floats = (torch.bfloat16, torch.float32)
-    check_tensor("rope_kv_write: keys", keys, (torch.int8,) if scales else floats, (None, None, None))
-    check_tensor("rope_kv_write: values", values, (keys.dtype,), keys.shape)
-    if len(scales) not in (0, 2) or q_dtype not in floats:
-        raise ValueError(
-            f"rope_kv_write: got {len(scales)} tensors of scales, q_dtype {q_dtype}, wanted none, or those of keys and "
-            "of values, and bfloat16 or float32"
-        )
-    for scale in scales:
-        check_tensor("rope_kv_write: scales", scale, (torch.float32,), keys.shape[:2])
+    if q_dtype not in _CACHED:
+        raise ValueError(f"rope_kv_write: got q_dtype {q_dtype}, wanted bfloat16 or float32")
+    q_heads = check_rope_kv_write("rope_kv_write", qkv, q_norm, k_norm, cos, sin, positions, keys, values, scales)
     (kv_heads, capacity, head_dim), tokens = keys.shape, qkv.shape[0]
-    q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
-    if head_dim % 2 or q_heads < 1:
-        raise ValueError(f"rope_kv_write: got qkv {list(qkv.shape)} for keys {list(keys.shape)}, wanted (Hq + 2 Hkv) D")
-    check_tensor("rope_kv_write: qkv", qkv, FLOATS, (None, (q_heads + 2 * kv_heads) * head_dim), rows_apart=True)
-    check_tensor("rope_kv_write: cos", cos, (torch.float32,), (tokens, None))
-    check_tensor("rope_kv_write: sin", sin, (torch.float32,), cos.shape)
-    rotary_dim = cos.shape[1]
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ValueError(f"rope_kv_write: got cos of width {rotary_dim}, wanted an even number up to {head_dim}")
-    check_tensor("rope_kv_write: positions", positions, (torch.int64,), (tokens,))
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("rope_kv_write: got one of q_norm and k_norm, wanted both or neither")
-    if q_norm is not None and k_norm is not None:
-        check_tensor("rope_kv_write: q_norm", q_norm, FLOATS, (head_dim,))
-        check_tensor("rope_kv_write: k_norm", k_norm, (q_norm.dtype,), (head_dim,))
     q = torch.empty(tokens, q_heads, head_dim, dtype=q_dtype if scales else keys.dtype, device=keys.device)
     _rope_kv_write_kernel[(tokens, q_heads + 2 * kv_heads)](
         qkv,
@@ -227,9 +235,51 @@ def rope_kv_write(
         INT8=bool(scales),
         NORM=q_norm is not None,
         D=head_dim,
-        ROTARY=rotary_dim,
+        ROTARY=cos.shape[1],
         BLOCK=triton.next_power_of_2(head_dim),
         num_warps=1,
         **pdl_options(q),
     )
     return q
+
+
+def check_rope_kv_write(
+    what: str,
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Sequence[Tensor],
+) -> int:
+    """The number of query heads.
+
+    Raises:
+        ValueError: a dtype or shape is another, a tensor is not contiguous, or only one of the two norms is there.
+    """
+    check_tensor(f"{what}: keys", keys, (torch.int8,) if scales else _CACHED, (None, None, None))
+    check_tensor(f"{what}: values", values, (keys.dtype,), keys.shape)
+    if len(scales) not in (0, 2):
+        raise ValueError(f"{what}: got {len(scales)} tensors of scales, wanted none, or those of keys and of values")
+    for scale in scales:
+        check_tensor(f"{what}: scales", scale, (torch.float32,), keys.shape[:2])
+    (kv_heads, _, head_dim), tokens = keys.shape, qkv.shape[0]
+    q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
+    if head_dim % 2 or q_heads < 1:
+        raise ValueError(f"{what}: got qkv {list(qkv.shape)} for keys {list(keys.shape)}, wanted (Hq + 2 Hkv) D")
+    check_tensor(f"{what}: qkv", qkv, FLOATS, (None, (q_heads + 2 * kv_heads) * head_dim), rows_apart=True)
+    check_tensor(f"{what}: cos", cos, (torch.float32,), (tokens, None))
+    check_tensor(f"{what}: sin", sin, (torch.float32,), cos.shape)
+    rotary_dim = cos.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(f"{what}: got cos of width {rotary_dim}, wanted an even number up to {head_dim}")
+    check_tensor(f"{what}: positions", positions, (torch.int64,), (tokens,))
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError(f"{what}: got one of q_norm and k_norm, wanted both or neither")
+    if q_norm is not None and k_norm is not None:
+        check_tensor(f"{what}: q_norm", q_norm, FLOATS, (head_dim,))
+        check_tensor(f"{what}: k_norm", k_norm, (q_norm.dtype,), (head_dim,))
+    return q_heads

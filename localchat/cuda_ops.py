@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from localchat.kernels.attention import attention_decode, attention_prefill
+from localchat.kernels.attention import attention_prefill
+from localchat.kernels.attention_decode import attention_decode
 from localchat.kernels.gated_delta_net import gated_delta_net_decode
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_few_tokens import FEW_TOKENS
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 # Tokens of one step above which matrices are dequantised for the dense product. H200, 2026-11-30.
 CROSSOVER = 32
-# Key heads of a gated delta net, each of which takes an integer; real models have 16.
+# KV heads of attention and key heads of a gated delta net, each of which counts arrivals; real models have up to 32.
 _MOST_KEY_HEADS = 1024
 # What a product takes: scaled half (values, row scales or what they follow from), or bf16 values and None.
 Activation = tuple[Tensor, Tensor | Squares | None]
@@ -93,12 +94,13 @@ class CudaOps(ReferenceOps):
         keys, values, *scales = cache
         qkv, gate = split_gate(qkv, keys) if gated else (qkv, None)
         angles = (rope.cos, rope.sin, rope.positions)
+        if qkv.shape[0] == 1:
+            heads = (qkv, q_weight, k_weight, eps)
+            launch = {"splits": max(1, self._multiprocessors // keys.shape[0]), "arrivals": self._arrivals}
+            return attention_decode(*heads, *angles, keys, values, **launch, gate=gate, scales=scales, units=True)
         q = rope_kv_write(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales)
-        if q.shape[0] > 1:
-            dtype = _mixer_dtype(q)
-            return attention_prefill(q, keys, values, rope.positions, gate=gate, scales=scales, dtype=dtype)
-        splits = max(1, self._multiprocessors // keys.shape[0])
-        return attention_decode(q, keys, values, rope.positions, splits=splits, gate=gate, scales=scales, units=True)
+        dtype = _mixer_dtype(q)
+        return attention_prefill(q, keys, values, rope.positions, gate=gate, scales=scales, dtype=dtype)
 
     def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)

@@ -22,7 +22,6 @@ from localchat.cuda_ops import Summed
 from localchat.kernels.int4_matmul import int4_matmul
 from localchat.kernels.int8_matmul import int8_matmul
 from localchat.kernels.rms_norm import rms_norm
-from localchat.kernels.rope_kv_write import rope_kv_write
 from localchat.kernels.sampling import sample, sampling_scratch, sampling_settings
 from localchat.kernels.scaled_half import scaled_half
 from localchat.kernels.swiglu import swiglu
@@ -129,15 +128,6 @@ class Cases:
             ("swiglu", inter * 10, partial(swiglu, gate_up, half=True)),
             ("rotary", 8 * len(self.model.inv_freq), partial(ops.rotary, positions, self.model.inv_freq, 1.0)),
         ]
-        if self.attention:
-            config, mixer = self.config, self.attention[0].self_attn
-            rope = ops.rotary(positions, self.model.inv_freq, 1.0)
-            weights = [None if norm is None else norm.weight for norm in (mixer.q_norm, mixer.k_norm)]
-            shape = (2, config.num_key_value_heads, 1024, config.head_dim)
-            cache = torch.zeros(shape, dtype=ops.cache_dtype, device=self.device)
-            qkv = self._random(1, config.q_size + 2 * config.kv_size)
-            write = partial(rope_kv_write, qkv, *weights, 1e-6, rope.cos, rope.sin, positions, *cache)
-            cases.append(("rope_kv_write", qkv.numel() * 6, write))
         for name, nbytes, call in cases:
             yield Case("small", name, "", 1, 0, [call] * _LAYERS, nbytes, 0, (), False)
 

@@ -22,7 +22,14 @@ from typing import Any
 
 import torch
 
-from localchat.kernels import attention, gated_delta_net, gated_delta_net_prefill, int4_matmul, int8_matmul
+from localchat.kernels import (
+    attention,
+    attention_decode,
+    gated_delta_net,
+    gated_delta_net_prefill,
+    int4_matmul,
+    int8_matmul,
+)
 from localchat.kernels.int4_matmul import Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
@@ -85,17 +92,6 @@ def _attention_cases() -> list[Case]:
         gated = {"GATED": d == 256} | ({} if d == 256 else {"gate_ptr": None})
         pointers = f"*{dtype} *{kv} *{kv} {'*fp32 *fp32 ' * (kv == 'i8')}*i64"
         shape = f"D {d} group {group} {kv}"
-        block_n, warps = attention.decode_blocks(d, size)
-        cases.append(
-            Case(
-                f"attention_decode {shape}",
-                "attention._attention_decode_kernel",
-                f"{pointers} *fp32 *fp32 fp32 i32:16",
-                {**launch, "BLOCK_M": 16, "BLOCK_N": block_n},
-                num_warps=warps,
-                num_stages=2,
-            )
-        )
         for rows in (32, 10_000):
             for archs in ((80, 86, 89, 120), (90,)):
                 block_m, block_n, warps, stages = attention.prefill_blocks(d, size, rows, archs[0] // 10)
@@ -110,16 +106,43 @@ def _attention_cases() -> list[Case]:
                         archs=archs,
                     )
                 )
-    combine, kernel = {"D": 256, "BLOCK_S": 16}, "attention._attention_combine_kernel"
-    plain, gated = (
-        combine | {"gate_ptr": None, "GATED": False, "UNITS": False},
-        combine | {"GATED": True, "UNITS": True},
-    )
-    return [
-        *cases,
-        Case("attention_combine", kernel, "*fp32 *fp32 *fp32 i32", plain),
-        Case("attention_combine gated", kernel, "*fp32 *fp32 *fp32 *fp32 i32", gated),
+    return cases
+
+
+def _attention_decode_cases() -> list[Case]:
+    """The same models; splits as on an H200, and one. fp32 caches too, which no card has."""
+    cases = []
+    shapes = [
+        (d, rotary, group, splits, kv)
+        for d, rotary, group, splits in ((64, 64, 3, 44), (128, 128, 5, 16), (128, 128, 8, 16), (256, 64, 6, 33))
+        for kv in ("bf16", "i8")
     ]
+    shapes += [(64, 64, 7, 66, "fp32"), (256, 64, 6, 1, "bf16"), (128, 128, 32, 1, "i8"), (128, 128, 16, 66, "bf16")]
+    for d, rotary, group, splits, kv in shapes:
+        size = {"fp32": 4, "bf16": 2, "i8": 1}[kv]
+        block_n, warps = attention_decode.decode_blocks(d, size)
+        rows = 1 << (group - 1).bit_length()
+        launch = {"GROUP": group, "D": d, "ROTARY": rotary, "INT8": kv == "i8", "WIDEN": False, "UNITS": True}
+        launch |= {"NORM": group > 5, "GATED": d == 256, "ONE": splits == 1, "BLOCK_M": max(16, rows), "ROWS": rows}
+        launch |= {"BLOCK_N": block_n, "AT_ONCE": attention_decode.parts_at_once(splits, rows, d)}
+        launch |= {} if kv == "i8" else {"key_scales_ptr": None, "value_scales_ptr": None}
+        launch |= {} if group > 5 else {"q_norm_ptr": None, "k_norm_ptr": None}
+        launch |= {} if d == 256 else {"gate_ptr": None}
+        signature = (
+            f"*fp32 {'*fp32 *fp32 ' * (group > 5)}*fp32 *fp32 *i64 {'*fp32 ' * (d == 256)}*{kv} *{kv} "
+            f"{'*fp32 *fp32 ' * (kv == 'i8')}*fp32 *fp32 *i32 *fp16 fp32 fp32 i32:16"
+        )
+        cases.append(
+            Case(
+                f"attention_decode D {d} group {group} {kv} {splits} splits",
+                "attention_decode._attention_decode_kernel",
+                signature,
+                launch,
+                num_warps=warps,
+                num_stages=2,
+            )
+        )
+    return cases
 
 
 def _delta_net_cases() -> list[Case]:
@@ -334,6 +357,7 @@ def cases() -> list[Case]:
         *_product_cases(),
         *_few_tokens_cases(),
         *_attention_cases(),
+        *_attention_decode_cases(),
         *_delta_net_cases(),
         *_sampling_cases(),
         Case("advance", "advance._advance_kernel", "*i64 *i64 *i64 *i64", num_warps=1),

@@ -1,4 +1,4 @@
-"""kernels/attention.py: both kernels against the reference; unwritten rows of the cache are NaN.
+"""kernels/attention.py: the kernel against the reference; unwritten rows of the cache are NaN.
 
 Of an INT8 cache the reference has the same codes and scales; what quantising them costs is a test of its own.
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localchat.kernels.attention import attention_decode, attention_prefill, attention_reference
+from localchat.kernels.attention import attention_prefill, attention_reference
 from localchat.kernels.rope_kv_write import quantize_rows
 
 Relative = Callable[[Tensor, Tensor], float]
@@ -45,52 +45,6 @@ def cache_and_queries(
     keys[:, length:] = values[:, length:] = 127
     key_scales[:, length:] = value_scales[:, length:] = float("nan")
     return q, keys, values, positions, (key_scales, value_scales)
-
-
-@CACHES
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "length", "splits"),
-    [
-        ((9, 3), 64, 1, 4),  # smollm2; all splits but one are empty
-        ((2, 2), 64, 128, 1),
-        ((14, 2), 64, 129, 3),  # qwen2.5-0.5b
-        ((5, 1), 128, 333, 5),  # a KV head of qwen2.5-32b
-        ((4, 4), 128, 300, 19),
-        ((32, 1), 64, 200, 2),  # a group beyond one tile of 16
-        ((6, 1), 256, 70, 2),
-    ],
-)
-def test_decode_agrees(
-    device: torch.device,
-    relative: Relative,
-    heads: tuple[int, int],
-    head_dim: int,
-    length: int,
-    splits: int,
-    dtype: torch.dtype,
-    int8: bool,
-) -> None:
-    q, keys, values, positions, scales = cache_and_queries(device, dtype, 1, heads, head_dim, length, int8)
-    out = attention_decode(q, keys, values, positions, scales=scales, splits=splits)
-    wanted = attention_reference(q.float(), keys, values, positions, scales=scales)
-    assert out.dtype == torch.float32
-    assert relative(out, wanted) < BOUNDS[dtype]
-
-
-@CACHES
-@pytest.mark.gpu
-@pytest.mark.parametrize("length", [1, 2047, 32_768])
-@pytest.mark.parametrize(("heads", "head_dim"), [((40, 8), 128), ((32, 8), 128), ((9, 3), 64)])
-def test_decode_agrees_at_real_sizes(
-    card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, length: int, int8: bool
-) -> None:
-    q, keys, values, positions, scales = cache_and_queries(card, torch.bfloat16, 1, heads, head_dim, length, int8)
-    wanted = attention_reference(q.float(), keys, values, positions, scales=scales)
-    outs = [attention_decode(q, keys, values, positions, scales=scales, splits=splits) for splits in (32, 32, 1)]
-    assert relative(outs[0], wanted) < 2.5e-3
-    assert torch.equal(outs[0], outs[1])
-    assert relative(outs[2], wanted) < 2.5e-3
 
 
 @CACHES
@@ -160,8 +114,6 @@ def test_gate(
     wanted = attention_reference(q, keys, values, positions, scales=scales) / (1 + torch.exp(-gate.float()))
     assert relative(attention_reference(q, keys, values, positions, scales=scales, gate=gate), wanted) < 1e-6
     assert relative(attention_prefill(q, keys, values, positions, scales=scales, gate=gate), wanted) < 1e-6
-    if tokens == 1:
-        assert relative(attention_decode(q, keys, values, positions, scales=scales, splits=3, gate=gate), wanted) < 1e-6
 
 
 @CACHES
@@ -173,9 +125,6 @@ def test_gate_at_real_sizes(card: torch.device, relative: Relative, length: int,
     gate = torch.randn(tokens, 2 * 24 * 256, device=card)[:, 24 * 256 :]
     wanted = attention_reference(q.float(), keys, values, positions, scales=scales, gate=gate)
     assert relative(attention_prefill(q, keys, values, positions, scales=scales, gate=gate), wanted) < 2.5e-3
-    if tokens == 1:
-        out = attention_decode(q, keys, values, positions, scales=scales, splits=33, gate=gate)
-        assert relative(out, wanted) < 2.5e-3
 
 
 @CACHES
@@ -187,31 +136,28 @@ def test_large_scores_do_not_overflow(device: torch.device, relative: Relative, 
     else:
         keys[:, :100] *= 1e5
     wanted = attention_reference(q.float(), keys, values, positions, scales=scales)
-    assert relative(attention_decode(q, keys, values, positions, scales=scales, splits=2), wanted) < 2.5e-3
     assert relative(attention_prefill(q, keys, values, positions, scales=scales), wanted) < 2.5e-3
 
 
 def test_refusals() -> None:
     q, keys, positions = torch.zeros(1, 4, 64), torch.zeros(2, 9, 64), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="attention_decode: keys: got bfloat16"):
-        attention_decode(q, keys.bfloat16(), keys, positions, splits=1)
-    with pytest.raises(ValueError, match="attention_decode: got 1 tokens, 0 splits"):
-        attention_decode(q, keys, keys, positions, splits=0)
-    with pytest.raises(ValueError, match=r"attention_decode: gate: got float32 \[1, 64\], wanted .* \[1, 256\]"):
-        attention_decode(q, keys, keys, positions, splits=1, gate=torch.zeros(1, 64))
+    with pytest.raises(ValueError, match="attention_prefill: keys: got bfloat16"):
+        attention_prefill(q, keys.bfloat16(), keys, positions)
+    with pytest.raises(ValueError, match=r"attention_prefill: gate: got float32 \[1, 64\], wanted .* \[1, 256\]"):
+        attention_prefill(q, keys, keys, positions, gate=torch.zeros(1, 64))
     with pytest.raises(ValueError, match=r"attention_prefill: gate: .* \(not contiguous\)"):
         attention_prefill(q, keys, keys, positions, gate=torch.zeros(1, 512)[:, ::2])
     with pytest.raises(ValueError, match="got 3 query heads, 2 KV heads, head_dim 64"):
-        attention_decode(q[:, :3].contiguous(), keys, keys, positions, splits=1)
+        attention_prefill(q[:, :3].contiguous(), keys, keys, positions)
     with pytest.raises(ValueError, match="got 4 query heads, 2 KV heads, head_dim 48"):
-        attention_decode(torch.zeros(1, 4, 48), torch.zeros(2, 9, 48), torch.zeros(2, 9, 48), positions, splits=1)
+        attention_prefill(torch.zeros(1, 4, 48), torch.zeros(2, 9, 48), torch.zeros(2, 9, 48), positions)
     codes, scales = keys.to(torch.int8), torch.zeros(2, 9)
-    with pytest.raises(ValueError, match="attention_decode: keys: got int8"):
-        attention_decode(q, codes, codes, positions, splits=1)
+    with pytest.raises(ValueError, match="attention_prefill: keys: got int8"):
+        attention_prefill(q, codes, codes, positions)
     with pytest.raises(ValueError, match=r"attention_prefill: keys: got float32 .* wanted contiguous int8"):
         attention_prefill(q, keys, keys, positions, scales=(scales, scales))
-    with pytest.raises(ValueError, match="attention_decode: got 1 tensors of scales"):
-        attention_decode(q, codes, codes, positions, splits=1, scales=(scales,))
+    with pytest.raises(ValueError, match="attention_prefill: got 1 tensors of scales"):
+        attention_prefill(q, codes, codes, positions, scales=(scales,))
     with pytest.raises(ValueError, match=r"attention_prefill: scales: got float32 \[2, 8\], wanted .* \[2, 9\]"):
         attention_prefill(q, codes, codes, positions, scales=(scales, torch.zeros(2, 8)))
     with pytest.raises(ValueError, match=r"attention_prefill: got dtype torch\.float16"):

@@ -146,7 +146,9 @@ def test_refusals() -> None:
         rope_kv_write(*arguments, codes, codes)
     with pytest.raises(ValueError, match=r"rope_kv_write: keys: got float32 .* wanted contiguous int8"):
         rope_kv_write(*arguments, keys, keys, scales=(scales, scales))
-    with pytest.raises(ValueError, match=r"rope_kv_write: got 1 tensors of scales, q_dtype torch\.bfloat16"):
+    with pytest.raises(ValueError, match="rope_kv_write: got 1 tensors of scales, wanted none"):
         rope_kv_write(*arguments, codes, codes, scales=(scales,))
+    with pytest.raises(ValueError, match=r"rope_kv_write: got q_dtype torch\.float16, wanted"):
+        rope_kv_write(*arguments, codes, codes, scales=(scales, scales), q_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"rope_kv_write: scales: got float32 \[2, 8\], wanted .* \[2, 9\]"):
         rope_kv_write(*arguments, codes, codes, scales=(scales, torch.zeros(2, 8)))
