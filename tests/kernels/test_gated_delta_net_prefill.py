@@ -60,7 +60,7 @@ def test_agrees(
     assert torch.equal(ours["conv_state"], wanted["conv_state"])
     in_bf16 = gated_delta_net_prefill(**rounded, dtype=torch.bfloat16)
     assert torch.equal(in_bf16, out.bfloat16())
-    assert relative(in_bf16, exact) < 2.5e-3
+    assert relative(in_bf16, exact) < BOUND + 2**-8  # what bf16 rounds off, at the most
     assert torch.equal(rounded["state"], ours["state"])
 
 
@@ -84,7 +84,7 @@ def test_a_conversation(device: torch.device, delta_net: DeltaNet, relative: Rel
         if stop - start > 1:
             outs.append(gated_delta_net_prefill(**rows(ours, start, stop)))
         else:
-            outs.append(gated_delta_net_decode(**rows(ours, start, stop)))
+            outs.append(gated_delta_net_decode(**rows(ours, start, stop)).clone())  # a plain launch, as between steps
         start = stop
     assert relative(torch.cat(outs), exact) < BOUND
     assert relative(outs[-1], exact[-1:]) < BOUND
