@@ -104,17 +104,16 @@ class CudaOps(ReferenceOps):
         positions: Tensor,
         cache: tuple[Tensor, ...],
     ) -> Tensor:
-        linear, (values, factors) = mixer.in_proj_ba, _normed(x, norm)
+        linear, (values, factors), eps = mixer.in_proj_ba, _normed(x, norm), mixer.norm.eps
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
-        rest = (*weights, mixer.norm.eps, positions, *cache)
         if len(qkvz) == 1 and factors is not None and linear.bits == 8 and linear.bias is None:
-            product = StepProduct(values, factors, linear.weight, linear.scales)
-            return gated_delta_net_decode(qkvz, product, *rest, units=True)
+            inside = StepProduct(values, factors, linear.weight, linear.scales)
+            return gated_delta_net_decode(qkvz, inside, *weights, eps, positions, *cache, units=True)
         ba = self._product((values, factors), linear)
         if len(qkvz) == 1:
-            return gated_delta_net_decode(qkvz, ba, *rest, units=True)
+            return gated_delta_net_decode(qkvz, ba, *weights, eps, positions, *cache, units=True)
         dtype = torch.float32 if _few(qkvz) else torch.bfloat16  # what linear_add rounds to
-        return gated_delta_net_prefill(qkvz, ba, *rest, dtype=dtype)
+        return gated_delta_net_prefill(qkvz, ba, *weights, eps, positions, *cache, dtype=dtype)
 
     def linear_add(  # type: ignore[override]
         self, x: "Tensor | Activation", linear: "Linear", residual: Stream, behind: "RMSNorm | None"
