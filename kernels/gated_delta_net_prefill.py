@@ -1,14 +1,14 @@
 """A gated delta net over many tokens: the recurrence of gated_delta_net.py, 64 tokens at a time (arXiv 2412.06464).
 
 For one value head and one chunk of tokens i, j, with k and q normalised and without q's 1 / sqrt(dk), which comes last;
-D_ij = sum of g over j < l <= i, so that a product of decays is never a quotient; S0 the state before the chunk:
+D_ij = sum of g over j < l <= i, so that a product of decays is never a quotient; S0 [dv, dk] the state before:
 
     A_ij = beta_i (k_i . k_j) e^{D_ij}  for j < i         inverse = (I + A)^-1
     P_ij =       (q_i . k_j) e^{D_ij}  for j <= i
-    R_i  = beta_i (v_i - e^{G_i} S0^T k_i)                G_i = g_0 + ... + g_i
+    R_i  = beta_i (v_i - e^{G_i} S0 k_i)                  G_i = g_0 + ... + g_i
     X    = inverse R                                      what each token adds to the state
-    o_i  = e^{G_i} S0^T q_i + sum_j P_ij X_j
-    S    = e^{G_last} S0 + sum_j e^{H_j} k_j X_j^T        H_j = g_{j+1} + ... + g_last
+    o_i  = e^{G_i} S0 q_i + sum_j P_ij X_j
+    S    = e^{G_last} S0 + sum_j e^{H_j} X_j k_j^T        H_j = g_{j+1} + ... + g_last
 
 Only the last four lines need the chunk before; five launches do the work:
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.activations import silu
-from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay
+from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay, write_ring
 from localchat.kernels.gpu import tl, triton
 
 _DOUBLINGS = tl.constexpr(CHUNK.bit_length() - 1)  # from blocks of one row to the chunk
@@ -59,12 +59,14 @@ def _tile_to_half(x):
 def _conv_kernel(
     qkvz_ptr,
     weight_ptr,
+    positions_ptr,
     conv_state_ptr,
     out_ptr,
     scale_ptr,
     tokens,
     first_channel,
     ROW_STRIDE,
+    CHANNELS,
     L2_EPS: tl.constexpr,
     NORM: tl.constexpr,
     D: tl.constexpr,
@@ -81,8 +83,10 @@ def _conv_kernel(
         u = tl.load(row, mask=((source >= 0) & (token < tokens))[:, None], other=0.0).to(tl.float32)
         y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
     if tl.program_id(0) == 0:
+        position = tl.load(positions_ptr).to(tl.int32) + token
         for j in tl.static_range(3):
-            past = conv_state_ptr + channel[None, :] * 3 + (token + j)[:, None]
+            slot = (position + (j + 1)) & 3  # that of 3 - j tokens before
+            past = conv_state_ptr + slot[:, None] * CHANNELS + channel[None, :]
             u = tl.load(past, mask=(token + j < 3)[:, None], other=0.0).to(tl.float32)
             y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
     y = silu(y)
@@ -142,7 +146,12 @@ def _triangle_kernel(
     token = chunk * CHUNK + i
     real = token < tokens
     wide_token = token.to(tl.int64)
-    beta, g = step_and_decay(ba_ptr + wide_token * BA_STRIDE, A_log_ptr, dt_bias_ptr, head, heads, real)
+    ba = ba_ptr + wide_token * BA_STRIDE + head
+    b = tl.load(ba, mask=real, other=0.0).to(tl.float32)
+    a = tl.load(ba + heads, mask=real, other=0.0).to(tl.float32)
+    A_log, dt_bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32)
+    beta, g = step_and_decay(b, a, A_log, dt_bias)
+    beta, g = tl.where(real, beta, 0.0), tl.where(real, g, 0.0)
     later = i[:, None] > i[None, :]
     after = tl.where(later, g[:, None], 0.0)
     out = (chunk * heads + head).to(tl.int64)
@@ -188,7 +197,7 @@ def _state_kernel(
     head, heads = tl.program_id(0), tl.num_programs(0)
     i, d = tl.arange(0, CHUNK), tl.arange(0, DK)
     j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    cells = state_ptr + head.to(tl.int64) * DK * DV + d[:, None] * DV + j[None, :]
+    cells = state_ptr + head.to(tl.int64) * DK * DV + j[None, :] * DK + d[:, None]
     state = tl.load(cells)
     square = i[:, None] * CHUNK + i[None, :]
     for chunk in range(tl.cdiv(tokens, CHUNK)):
@@ -245,12 +254,15 @@ def gated_delta_net_prefill(
     dt_bias: Tensor,
     norm_weight: Tensor,
     eps: float,
+    positions: Tensor,
     conv_state: Tensor,
     state: Tensor,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """qkvz [T, C + V], ba [T, 2 nv] -> [T, V], fp32 or bf16 as `dtype` says; both states move on in place.
+    """qkvz [T, C + V], ba [T, 2 nv], positions int64 [T] -> [T, V] in `dtype`, fp32 or bf16.
+
+    Both states move on in place.
 
     The result depends on the inputs alone, bit for bit.
 
@@ -258,11 +270,11 @@ def gated_delta_net_prefill(
         ValueError: a dtype or shape is another, or a tensor is not contiguous.
     """
     key_heads, repeats = check_gated_delta_net(
-        "gated_delta_net_prefill", qkvz, ba, conv_weight, A_log, dt_bias, norm_weight, conv_state, state
+        "gated_delta_net_prefill", qkvz, ba, conv_weight, A_log, dt_bias, norm_weight, positions, conv_state, state
     )
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"gated_delta_net_prefill: got dtype {dtype}, wanted float32 or bfloat16")
-    (value_heads, key_dim, value_dim), (tokens, device) = state.shape, (qkvz.shape[0], qkvz.device)
+    (value_heads, value_dim, key_dim), (tokens, device) = state.shape, (qkvz.shape[0], qkvz.device)
     chunks = triton.cdiv(tokens, CHUNK)
     channels, keys, row = conv_weight.shape[0], key_heads * key_dim, qkvz.stride(0)
     qk = torch.empty(tokens, 2 * key_heads, key_dim, dtype=torch.float16, device=device)
@@ -278,20 +290,21 @@ def gated_delta_net_prefill(
         _conv_kernel[(blocks, heads.shape[1])](
             qkvz,
             conv_weight,
+            positions,
             conv_state,
             heads,
             scale,
             tokens,
             first,
             row,
+            channels,
             L2_EPS=L2_EPS,
             NORM=scale is None,
             D=heads.shape[2],
             BLOCK_T=_BLOCK_T,
             num_warps=4,
         )
-    recent = qkvz[-3:, :channels].t().to(conv_state.dtype)
-    conv_state.copy_(torch.cat((conv_state[:, recent.shape[1] :], recent), dim=1))
+    write_ring(qkvz, positions, conv_state)
     _triangle_kernel[(chunks, value_heads)](
         qk,
         ba,

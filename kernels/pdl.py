@@ -5,11 +5,12 @@ programs take their places as soon as all programs of the one before have starte
 does not depend on anybody (weights), and only then wait. For compute capability 9.0 and newer; older cards launch
 plainly.
 
-A kernel that takes part has a constexpr PDL, calls `let_next_start(PDL)` first, calls `wait_for_previous(PDL)` before
-its first access to anything that another kernel of the step writes or reads, in every program, and is launched with
-`**pdl_options(tensor)`. All of its programs wait, so whoever waits for it has waited for everything before it as well.
-A step begins with a plain launch (mark_seen; on the CPU's side of it, a copy), which waits for the step before to end:
-what only an earlier step has written, such as a recurrent state, may be read before the wait.
+A kernel that takes part has a constexpr PDL, calls `let_next_start(PDL)` first (but behind loads that have to come
+first, as no load passes it), calls `wait_for_previous(PDL)` before its first access to anything that another kernel of
+the step writes or reads, in every program, and is launched with `**pdl_options(tensor)`. All of its programs wait, so
+whoever waits for it has waited for everything before it as well. A step begins with a plain launch (mark_seen; on the
+CPU's side of it, a copy), which waits for the step before to end: what only an earlier step has written, such as a
+recurrent state or the position, may be read before the wait.
 """
 
 import functools

@@ -37,9 +37,9 @@ class KVCache:
 
     keys, values: [attention layers, kv_heads, max_length, head_dim], in `dtype` or, if `int8`, as codes, with `scales`
     fp32 [attention layers, kv_heads, max_length] of each (kernels/rope_kv_write.py); () without `int8`. recurrent: the
-    convolution's last inputs [linear layers, C, kernel - 1] in `dtype`, oldest first, and the states fp32 [linear
-    layers, value heads, key dim, value dim]; () where all layers are attention. Memory is taken once and stays where
-    it is.
+    convolution's last inputs [linear layers, kernel, C] in `dtype`, that of position p in row p % kernel, and the
+    states fp32 [linear layers, value heads, value dim, key dim]; () where all layers are attention. Memory is taken
+    once and stays where it is.
 
     `length` tokens are valid. A forward writes behind them and changes the states in place; `begin` comes before it
     and `append` after it. In between the states belong to no length.
@@ -95,8 +95,8 @@ class KVCache:
         """What one layer keeps.
 
         Of attention: keys and values [kv_heads, max_length, head_dim], and if INT8 the scales of both [kv_heads,
-        max_length]. Of a gated delta net: the convolution's last inputs [C, kernel - 1] and the state fp32 [value
-        heads, key dim, value dim].
+        max_length]. Of a gated delta net: the convolution's last inputs [kernel, C] and the state fp32 [value heads,
+        value dim, key dim].
         """
         return self._layers[index]
 
@@ -201,8 +201,8 @@ class KVCache:
 
 def _zero_states(config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """The states of `layers` gated delta net layers before the first token; the one place that knows their layout."""
-    convolution = (layers, config.conv_channels, config.linear_conv_kernel_dim - 1)
-    state = (layers, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    convolution = (layers, config.linear_conv_kernel_dim, config.conv_channels)
+    state = (layers, config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
     return (
         torch.zeros(convolution, dtype=dtype, device=device),
         torch.zeros(state, dtype=torch.float32, device=device),

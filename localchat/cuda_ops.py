@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localchat.kernels.attention import attention_prefill
 from localchat.kernels.attention_decode import attention_decode
-from localchat.kernels.gated_delta_net import gated_delta_net_decode
+from localchat.kernels.gated_delta_net_decode import StepProduct, gated_delta_net_decode
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_few_tokens import FEW_TOKENS
 from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul, int4_matmul_norm, int4_matmul_swiglu
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 # Tokens of one step above which matrices are dequantised for the dense product. H200, 2026-11-30.
 CROSSOVER = 32
-# KV heads of attention and key heads of a gated delta net, each of which counts arrivals; real models have up to 32.
-_MOST_KEY_HEADS = 1024
+# KV heads of attention, each of which counts arrivals; real models have up to 32.
+_MOST_KV_HEADS = 1024
 # What a product takes: scaled half (values, row scales or what they follow from), or bf16 values and None.
 Activation = tuple[Tensor, Tensor | Squares | None]
 
@@ -65,7 +65,7 @@ class CudaOps(ReferenceOps):
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._units = torch.full((FEW_TOKENS,), UNIT, device=device)
-        self._arrivals = torch.zeros(_MOST_KEY_HEADS, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(_MOST_KV_HEADS, dtype=torch.int32, device=device)
 
     def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
         if table.bits == 8:
@@ -75,9 +75,8 @@ class CudaOps(ReferenceOps):
     def rotary(self, positions: Tensor, inv_freq: Tensor, attention_factor: float) -> Rotary:
         return Rotary(positions, *rotary_table(positions, inv_freq, attention_factor))
 
-    def norm_linears(self, x: Stream, norm: "RMSNorm", *linears: "Linear") -> list[Tensor]:  # type: ignore[override]
-        normed = _normed(x, norm)
-        return [self._product(normed, linear) for linear in linears]
+    def norm_linear(self, x: Stream, norm: "RMSNorm", linear: "Linear") -> Tensor:  # type: ignore[override]
+        return self._product(_normed(x, norm), linear)
 
     def attention(
         self,
@@ -102,12 +101,25 @@ class CudaOps(ReferenceOps):
         dtype = _mixer_dtype(q)
         return attention_prefill(q, keys, values, rope.positions, gate=gate, scales=scales, dtype=dtype)
 
-    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
+    def gated_delta_net(  # type: ignore[override]
+        self,
+        x: Stream,
+        norm: "RMSNorm",
+        qkvz: Tensor,
+        mixer: "GatedDeltaNet",
+        positions: Tensor,
+        cache: tuple[Tensor, ...],
+    ) -> Tensor:
+        linear, (values, factors), eps = mixer.in_proj_ba, _normed(x, norm), mixer.norm.eps
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
-        if qkvz.shape[0] == 1:
-            eps, arrivals = mixer.norm.eps, self._arrivals
-            return gated_delta_net_decode(qkvz, ba, *weights, eps, *cache, arrivals=arrivals, units=True)
-        return gated_delta_net_prefill(qkvz, ba, *weights, mixer.norm.eps, *cache, dtype=_mixer_dtype(qkvz))
+        if len(qkvz) == 1 and factors is not None and linear.bits == 8 and linear.bias is None:
+            inside = StepProduct(values, factors, linear.weight, linear.scales)
+            return gated_delta_net_decode(qkvz, inside, *weights, eps, positions, *cache, units=True)
+        ba = self._product((values, factors), linear)
+        if len(qkvz) == 1:
+            return gated_delta_net_decode(qkvz, ba, *weights, eps, positions, *cache, units=True)
+        dtype = _mixer_dtype(qkvz)
+        return gated_delta_net_prefill(qkvz, ba, *weights, eps, positions, *cache, dtype=dtype)
 
     def linear_add(  # type: ignore[override]
         self, x: "Tensor | Activation", linear: "Linear", residual: Stream, behind: "RMSNorm | None"

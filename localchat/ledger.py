@@ -119,7 +119,7 @@ def kv_bytes_per_token(config: ModelConfig, device: str = "cpu", *, int8_kv: boo
 def state_bytes(config: ModelConfig, device: str = "cpu") -> int:
     """Bytes of the recurrent state of one conversation, which is also the size of one snapshot; 0 without any."""
     state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
-    convolution = config.conv_channels * (config.linear_conv_kernel_dim - 1) * KV_BYTES[device]
+    convolution = config.conv_channels * config.linear_conv_kernel_dim * KV_BYTES[device]
     return config.layer_types.count("linear_attention") * (state + convolution)
 
 

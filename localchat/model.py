@@ -111,8 +111,8 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = _linear(config, f"{name}.out_proj", hidden, values)
 
     def forward(self, x: Tensor, norm: RMSNorm, rope: Rotary, cache: tuple[Tensor, ...], behind: RMSNorm) -> Tensor:
-        qkvz, ba = self.ops.norm_linears(x, norm, self.in_proj_qkvz, self.in_proj_ba)
-        heads = self.ops.gated_delta_net(qkvz, ba, self, cache)
+        qkvz = self.ops.norm_linear(x, norm, self.in_proj_qkvz)
+        heads = self.ops.gated_delta_net(x, norm, qkvz, self, rope.positions, cache)
         return self.ops.linear_add(heads, self.out_proj, x, behind)
 
 

@@ -7,6 +7,7 @@ matrix products by torch's packed CPU kernels. Another device is another class h
 Activations are [T, features] in `dtype`; there is no batch dimension.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,12 +73,7 @@ class ReferenceOps:
 
     def norm_linear(self, x: Tensor, norm: "RMSNorm", linear: "Linear") -> Tensor:
         """RMSNorm and the product that follows it. [T, H] -> [T, N]."""
-        return self.norm_linears(x, norm, linear)[0]
-
-    def norm_linears(self, x: Tensor, norm: "RMSNorm", *linears: "Linear") -> list[Tensor]:
-        """RMSNorm and several products of its result. [T, H] -> [T, N] each."""
-        normed = rms_norm_reference(x, norm.weight, norm.eps)
-        return [self.product(normed, linear) for linear in linears]
+        return self.product(rms_norm_reference(x, norm.weight, norm.eps), linear)
 
     def attention(
         self,
@@ -102,10 +98,26 @@ class ReferenceOps:
         q = rope_kv_write_reference(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales)
         return attention_reference(q, keys, values, rope.positions, gate=gate, scales=scales)
 
-    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
-        """Convolution, delta rule and gated norm. qkvz [T, C + V], ba [T, 2 nv] -> [T, V]; moves both states on."""
+    def gated_delta_net(
+        self,
+        x: Tensor,
+        norm: "RMSNorm",
+        qkvz: Tensor,
+        mixer: "GatedDeltaNet",
+        positions: Tensor,
+        cache: tuple[Tensor, ...],
+    ) -> Tensor:
+        """Steps and decays (RMSNorm of x and in_proj_ba), convolution, delta rule and gated norm.
+
+        x [T, H], qkvz [T, C + V], positions int64 [T] -> [T, V]; moves both states on.
+        """
+        ba = self.norm_linear(x, norm, mixer.in_proj_ba)
         weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
-        return gated_delta_net_reference(qkvz, ba, *weights, mixer.norm.eps, *cache)
+        return self.delta_rule(len(x))(qkvz, ba, *weights, mixer.norm.eps, positions, *cache)
+
+    def delta_rule(self, tokens: int) -> Callable[..., Tensor]:
+        """The form of gated_delta_net_reference for so many tokens."""
+        return gated_delta_net_reference
 
     def linear_add(self, x: Tensor, linear: "Linear", residual: Tensor, behind: "RMSNorm | None") -> Tensor:
         """residual + product. [T, K], [T, H] -> [T, H]; behind: the norm that reads the sum next, if one does."""
@@ -184,11 +196,8 @@ class CpuOps(ReferenceOps):
             return super().product(x, linear)
         return y.float() if linear.bias is None else y + linear.bias
 
-    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: "GatedDeltaNet", cache: tuple[Tensor, ...]) -> Tensor:
-        if qkvz.shape[0] == 1:
-            return super().gated_delta_net(qkvz, ba, mixer, cache)
-        weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
-        return gated_delta_net_chunked(qkvz, ba, *weights, mixer.norm.eps, *cache)
+    def delta_rule(self, tokens: int) -> Callable[..., Tensor]:
+        return gated_delta_net_reference if tokens == 1 else gated_delta_net_chunked
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
         normed = rms_norm_reference(x, norm.weight, norm.eps)

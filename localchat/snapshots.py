@@ -1,6 +1,6 @@
 """Which states of a conversation are kept, so that a model that cannot be cut back can return to an earlier turn.
 
-A snapshot of a 27B is 154 MB, so their number is bounded. While there is room all stay. After that the newest
+A snapshot of a 27B is 155 MB, so their number is bounded. While there is room all stay. After that the newest
 KEPT_NEWEST stay, and of the older ones that one goes whose loss costs least for its age: it would leave the smallest
 gap between its neighbours, measured by its distance from the newest. What remains is spaced exponentially: a return
 by n tokens reads again some fraction of n, however long ago it was.

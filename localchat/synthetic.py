@@ -62,8 +62,9 @@ def made_up(vocab_size: int, count: int) -> list[int]:
 def deepen(engine: Engine, length: int) -> None:
     """Bring a conversation to `length` tokens as if that many had been read; nothing to do where there are more.
 
-    One chunk is read, and its keys and values are repeated behind it; recurrent states are what it left. Speed does not
-    depend on the values, and as they are real ones logits stay finite. A recurrent model can be rewound to here.
+    One chunk is read, and its keys and values are repeated behind it; recurrent states are what it left (a convolution
+    may find its inputs in another order). Speed does not depend on the values, and as they are real ones logits stay
+    finite. A recurrent model can be rewound to here.
     """
     start, size = len(engine.ids), engine.model.ops.prefill_chunk
     ids = made_up(engine.vocab_size, max(0, length - start))

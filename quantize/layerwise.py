@@ -18,7 +18,7 @@ from localchat.cache import KVCache
 from localchat.config import ModelConfig
 from localchat.kernels.gated_delta_net import gated_delta_net_chunked
 from localchat.kernels.int4_packing import dequantize, dequantize_rows, unpack_scales
-from localchat.model import Block, GatedDeltaNet, Linear
+from localchat.model import Block, Linear
 from localchat.ops import ReferenceOps
 from localchat.quantize.plan import Recipe, plan
 from localchat.quantize.source import Source
@@ -48,9 +48,8 @@ class LayerOps(ReferenceOps):
             raise _ReachedError(x)
         return super().product(x, linear)
 
-    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: GatedDeltaNet, cache: tuple[Tensor, ...]) -> Tensor:
-        weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
-        return gated_delta_net_chunked(qkvz, ba, *weights, mixer.norm.eps, *cache)
+    def delta_rule(self, tokens: int) -> Callable[..., Tensor]:
+        return gated_delta_net_chunked
 
 
 class Stream:

@@ -84,9 +84,8 @@ class Cases:
         ids = torch.randint(0, config.vocab_size, (_LAYERS, 1), device=self.device)
         calls: list[Call] = [partial(ops.embedding, row, self.model.embed_tokens) for row in ids]
         yield Case("operation", "embedding", f"{config.hidden_size}", 1, 0, calls, config.hidden_size, 0, (), False)
-        for names, calls in self._weighted(x):
-            linears = [linear for name in names for linear in self._all(name)[:1]]
-            yield self._product_case("operation", " + ".join(names), linears, 1, calls)
+        for name, calls in self._weighted(x):
+            yield self._product_case("operation", name, self.matrices()[name][:1], 1, calls)
         for context in contexts:
             yield from self.attention_case("operation", 1, context)
         yield from self.delta_net_case("operation", 1)
@@ -135,10 +134,10 @@ class Cases:
         """Operations over many tokens; `attention`: new tokens and the context they end."""
         for count in tokens:
             x = self._random(count, self.config.hidden_size)
-            for names, calls in self._weighted(x):
-                linears = [linear for name in names for linear in self._all(name)[:1]]
+            for name, calls in self._weighted(x):
+                linears = self.matrices()[name][:1]
                 dense = self._dense(count, linears[0].rows, linears[0].columns)
-                yield self._product_case("prefill", " + ".join(names), linears, count, calls[:_PREFILL_CALLS], dense)
+                yield self._product_case("prefill", name, linears, count, calls[:_PREFILL_CALLS], dense)
         for count, context in attention:
             yield from self.attention_case("prefill", count, context)
         yield from self.delta_net_case("prefill", delta_net)
@@ -167,7 +166,7 @@ class Cases:
         yield Case(group, "attention", shape, tokens, context, calls, row * context, 4 * config.q_size * pairs)
 
     def delta_net_case(self, group: str, tokens: int) -> Iterator[Case]:
-        """Convolution to gated norm; the state goes in and out once."""
+        """Steps and decays, convolution to gated norm; the state goes in and out once."""
         config = self.config
         if not self.delta_nets:
             return
@@ -177,19 +176,23 @@ class Cases:
         kinds = ("linear_attention",) * copies
         cache = self._cache(replace(config, num_hidden_layers=copies, layer_types=kinds), 1)
         qkvz = self._random(tokens, config.conv_channels + config.linear_value_size)
-        ba = self._random(tokens, 2 * heads)
-        mixers = [layer.linear_attn for layer in self.delta_nets]
         if tokens > 64:
-            qkvz, ba = qkvz.bfloat16(), ba.bfloat16()
-        calls = [
-            partial(self.ops.gated_delta_net, qkvz, ba, mixers[i % len(mixers)], cache.layer(i)) for i in range(copies)
-        ]
-        nbytes = 2 * state + (qkvz.nbytes + ba.nbytes + 2 * tokens * heads * dv if tokens > 1 else 0)
+            qkvz = qkvz.bfloat16()
+        positions = torch.arange(tokens, device=self.device)
+        stream, calls = self._stream(tokens), []
+        for i in range(copies):
+            layer = self.delta_nets[i % len(self.delta_nets)]
+            norm, mixer = layer.input_layernorm, layer.linear_attn
+            call = partial(self.ops.gated_delta_net, _for(stream, norm), norm, qkvz, mixer, positions, cache.layer(i))
+            calls.append(call)
+        in_proj = self.delta_nets[0].linear_attn.in_proj_ba
+        nbytes = 2 * state + _nbytes(in_proj) + (qkvz.nbytes + 2 * tokens * heads * dv if tokens > 1 else 0)
         flops = tokens * heads * (6 * dk * dv + (0 if tokens == 1 else 64 * (4 * dk + 4 * dv + 64)))
+        flops += 2 * tokens * in_proj.rows * in_proj.columns
         yield Case(group, "gated delta net", f"{heads} heads of {dk} x {dv}", tokens, 0, calls, nbytes, flops)
 
-    def _weighted(self, x: Tensor) -> Iterator[tuple[list[str], list[Call]]]:
-        """The operations that read matrices, with the names of these, for an input x [T, H].
+    def _weighted(self, x: Tensor) -> Iterator[tuple[str, list[Call]]]:
+        """The operations that read large matrices, with the names of these, for an input x [T, H].
 
         Each has what the one before it gives, as in a step.
         """
@@ -200,36 +203,37 @@ class Cases:
         if self.attention:
             mixers = [(layer.post_attention_layernorm, layer.self_attn) for layer in self.attention]
             heads = self._heads(tokens, self.config.q_size)
-            yield ["o"], [partial(ops.linear_add, heads, mixer.o_proj, x, norm) for norm, mixer in mixers]
+            yield "o", [partial(ops.linear_add, heads, mixer.o_proj, x, norm) for norm, mixer in mixers]
             stream = ops.linear_add(heads, mixers[0][1].o_proj, x, behind)
         if self.delta_nets:
             nets = [(layer.post_attention_layernorm, layer.linear_attn) for layer in self.delta_nets]
             heads = self._heads(tokens, self.config.linear_value_size)
-            yield ["out"], [partial(ops.linear_add, heads, net.out_proj, x, norm) for norm, net in nets]
+            yield "out", [partial(ops.linear_add, heads, net.out_proj, x, norm) for norm, net in nets]
             stream = ops.linear_add(heads, nets[0][1].out_proj, x, behind)
-        yield ["gate_up"], [partial(ops.norm_swiglu, _for(stream, n), n, mlp.gate_up_proj) for _, n, mlp in mlps]
+        yield "gate_up", [partial(ops.norm_swiglu, _for(stream, n), n, mlp.gate_up_proj) for _, n, mlp in mlps]
         inner = ops.norm_swiglu(stream, behind, mlp.gate_up_proj)
-        yield ["down"], [partial(ops.linear_add, inner, mlp.down_proj, x, norm) for norm, _, mlp in mlps]
+        yield "down", [partial(ops.linear_add, inner, mlp.down_proj, x, norm) for norm, _, mlp in mlps]
         stream = ops.linear_add(inner, mlp.down_proj, x, before)
         if self.attention:
             norms = [(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.attention]
-            yield ["qkv"], [partial(ops.norm_linear, _for(stream, norm), norm, linear) for norm, linear in norms]
+            yield "qkv", [partial(ops.norm_linear, _for(stream, norm), norm, linear) for norm, linear in norms]
         if self.delta_nets:
-            nets = [(layer.input_layernorm, layer.linear_attn) for layer in self.delta_nets]
-            yield (
-                ["in_proj", "ba"],
-                [partial(ops.norm_linears, _for(stream, n), n, net.in_proj_qkvz, net.in_proj_ba) for n, net in nets],
-            )
+            norms = [(layer.input_layernorm, layer.linear_attn.in_proj_qkvz) for layer in self.delta_nets]
+            yield "in_proj", [partial(ops.norm_linear, _for(stream, norm), norm, linear) for norm, linear in norms]
+
+    def _stream(self, tokens: int) -> Tensor | Summed:
+        """What a mixer reads: the sum at the end of a layer."""
+        layer, inner = self.layers[0], self._random(tokens, self.config.intermediate_size)
+        if tokens == 1:
+            inner = inner.half()
+        x = self._random(tokens, self.config.hidden_size)
+        stream: Tensor | Summed = self.ops.linear_add(inner, layer.mlp.down_proj, x, layer.input_layernorm)
+        return stream
 
     def _heads(self, tokens: int, size: int) -> Tensor:
         """What a mixer gives: of one token fp16."""
         heads = self._random(tokens, size)
         return heads.half() if tokens == 1 else heads
-
-    def _all(self, name: str) -> list[Linear]:
-        if name == "ba":
-            return [layer.linear_attn.in_proj_ba for layer in self.delta_nets]
-        return self.matrices()[name]
 
     def _product_case(
         self,

@@ -25,7 +25,7 @@ import torch
 from localchat.kernels import (
     attention,
     attention_decode,
-    gated_delta_net,
+    gated_delta_net_decode,
     gated_delta_net_prefill,
     int4_matmul,
     int8_matmul,
@@ -147,14 +147,12 @@ def _attention_decode_cases() -> list[Case]:
 
 def _delta_net_cases() -> list[Case]:
     """qwen3.5-27b, 9b and 2b: 3, 2 and 1 value heads per key head."""
-    pointers = "*fp32 *fp32 *bf16 *fp32 *fp32 *bf16 *bf16 *fp32 *i32 *fp32"
-    warps = gated_delta_net.decode_warps(128, 128)
     module, chunk, dims = "gated_delta_net_prefill", {"CHUNK": 64}, {"REPEATS": 3, "DK": 128}
     prefill = [
         Case(
             f"gated_delta_net_prefill conv {dtype} {'q, k' if norm else 'v'}",
             f"{module}._conv_kernel",
-            f"*{dtype} *bf16 *bf16 *fp16 {'' if norm else '*fp32 '}i32 i32:16 i32:16",
+            f"*{dtype} *bf16 *i64 *bf16 *fp16 {'' if norm else '*fp32 '}i32 i32:16 i32:16 i32:16",
             {"L2_EPS": 1e-6, "NORM": norm, "D": 128, "BLOCK_T": 16, **({"scale_ptr": None} if norm else {})},
         )
         for dtype in ("fp32", "bf16")
@@ -191,16 +189,31 @@ def _delta_net_cases() -> list[Case]:
             {"D": 128, "BLOCK_T": 16},
         )
     )
-    decode = [
+    decode, kernel, product = [], "gated_delta_net_decode._decode_kernel", "*fp16 *fp32 *i8 *fp32"
+    weights, warps = "*bf16 *fp32 *fp32 *bf16 *i64 *bf16 *fp32", gated_delta_net_decode.decode_warps(128, 128)
+    sizes = {"L2_EPS": 1e-6, "DK": 128, "DV": 128, "WIDTH": 32}
+    for repeats, hidden, squares in ((3, 5120, 512), (2, 2560, 256), (2, 4096, 256), (1, 2048, 128), (1, 1024, 0)):
+        launch = {**sizes, "REPEATS": repeats, "UNITS": True, "SQUARES": squares, "STEPS": -(-hidden // 1024)}
+        decode.append(
+            Case(
+                f"gated_delta_net_decode {repeats} heads, {hidden} columns",
+                kernel,
+                f"*fp32 {product} {weights} *fp16 i32:16 i32:16 i32:16 fp32 fp32",
+                {**launch, "ba_ptr": None, "BLOCK_K": 1024},
+                warps,
+            )
+        )
+    missing = dict.fromkeys(("x_ptr", "factors_ptr", "ba_weight_ptr", "ba_scales_ptr"))
+    launch = {**sizes, **missing, "REPEATS": 3, "UNITS": False, "SQUARES": 0, "STEPS": 0, "BLOCK_K": 256}
+    decode.append(
         Case(
-            f"gated_delta_net_decode {repeats} heads",
-            "gated_delta_net._decode_kernel",
-            f"{pointers} i32:16 fp32",
-            {"L2_EPS": 1e-6, "REPEATS": repeats, "UNITS": True, "DK": 128, "DV": 128},
+            "gated_delta_net_decode 3 heads, b and a given",
+            kernel,
+            f"*fp32 *fp32 {weights} *fp32 i32:16 i32:16 i32:16 fp32 fp32",
+            launch,
             warps,
         )
-        for repeats in (1, 2, 3)
-    ]
+    )
     return [*decode, *prefill]
 
 

@@ -113,8 +113,9 @@ def delta_net() -> Callable[..., dict[str, Any]]:
             "dt_bias": normal(value_heads),
             "norm_weight": normal(value_dim).to(dtype),
             "eps": 1e-6,
-            "conv_state": normal(channels, 3).to(dtype),
-            "state": normal(value_heads, key_dim, value_dim) / 4,
+            "positions": torch.arange(6, 6 + tokens, device=device),
+            "conv_state": normal(4, channels).to(dtype),
+            "state": normal(value_heads, value_dim, key_dim) / 4,
         }
 
     return make

@@ -267,7 +267,7 @@ def test_a_delta_net_over_many_tokens_is_that_of_its_chunks(
     states = [{name: inputs[name].clone() for name in ("conv_state", "state")} for _ in range(2)]
     whole = gated_delta_net_prefill(**{**inputs, **states[0]}, dtype=torch.bfloat16)
     for start in range(0, tokens, 1024):
-        rows = {name: inputs[name][start : start + 1024] for name in ("qkvz", "ba")}
+        rows = {name: inputs[name][start : start + 1024] for name in ("qkvz", "ba", "positions")}
         part = gated_delta_net_prefill(**{**inputs, **states[1], **rows}, dtype=torch.bfloat16)
         assert torch.equal(part, whole[start : start + 1024])
     assert torch.equal(states[0]["state"], states[1]["state"])

@@ -116,11 +116,11 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def test_only_attention_has_rows_and_only_linear_layers_have_states(hybrid_cache: KVCache) -> None:
     for i in range(3):
         convolution, state = hybrid_cache.layer(i)
-        assert (convolution.shape, convolution.dtype) == ((CHANNELS, 3), torch.bfloat16)
-        assert (state.shape, state.dtype) == ((3, 5, 3), torch.float32)
+        assert (convolution.shape, convolution.dtype) == ((4, CHANNELS), torch.bfloat16)
+        assert (state.shape, state.dtype) == ((3, 3, 5), torch.float32)
         assert not convolution.any() and not state.any()
     assert [t.shape for t in hybrid_cache.layer(3)] == [(2, 20, 8)] * 2
-    per_snapshot = 3 * (CHANNELS * 3 * 2 + 3 * 5 * 3 * 4)
+    per_snapshot = 3 * (CHANNELS * 4 * 2 + 3 * 5 * 3 * 4)
     assert hybrid_cache.snapshot_nbytes == per_snapshot
     assert hybrid_cache.nbytes == 2 * 1 * 2 * 20 * 8 * 2 + per_snapshot
 

@@ -1,5 +1,6 @@
 """cuda_ops.py: the table takes a product apart and chooses kernels as the references do. Runs in the interpreter."""
 
+import copy
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from localchat.config import TensorFormat
 from localchat.cuda_ops import CudaOps, Summed
-from localchat.kernels.gated_delta_net import gated_delta_net_reference
 from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.kernels.rope_kv_write import quantize_rows
 from localchat.kernels.scaled_half import UNIT
 from localchat.model import Linear, RMSNorm
 from localchat.ops import ReferenceOps
 from localchat.rope import Rotary, rotary
+
+FORMAT = TensorFormat(4, 32, symmetric=False)
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_two_blocks_of_products(ops: CudaOps, tokens: int, bits: int, size: floa
         stream = table.linear_add(heads, first, x, before)
         stream = table.linear_add(table.norm_swiglu(stream, before, gate_up), down, stream, behind)
         last = table.linear_add(heads, first, stream, None)
-        return [*table.norm_linears(stream, behind, qkv, ba), last]
+        return [*(table.norm_linear(stream, behind, matrix) for matrix in (qkv, ba)), last]
 
     fused = bits == 4
     stream = ops.linear_add(heads, first, x, before)
@@ -107,27 +109,68 @@ def test_attention(ops: CudaOps, tokens: int, gated: bool, int8: bool) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float32), (2, torch.float32), (40, torch.bfloat16)])
-def test_gated_delta_net(ops: CudaOps, tokens: int, dtype: torch.dtype) -> None:
-    """One token, a few, and so many that the product behind takes bf16; twice, so that nothing is left over between."""
-    key_heads, value_heads, dim = 2, 4, 16
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("summed", [False, True])
+def test_gated_delta_net(
+    ops: CudaOps, monkeypatch: pytest.MonkeyPatch, tokens: int, dtype: torch.dtype, bits: int, summed: bool
+) -> None:
+    """One token, a few, and so many that the product behind takes bf16; twice, so that nothing is left over between.
+
+    Behind a sum and behind the embedding. Steps and decays in every format; as INT8, of one token, without a launch.
+    """
+    key_heads, value_heads, dim, hidden = 2, 4, 16, 64
     channels, values = (2 * key_heads + value_heads) * dim, value_heads * dim
+    in_proj, before, gain = steps_and_decays(2 * value_heads, hidden, bits), linear(hidden, 32, FORMAT), norm(hidden)
     mixer: Any = SimpleNamespace(
+        in_proj_ba=in_proj,
         conv1d=SimpleNamespace(weight=torch.randn(channels, 4)),
         A_log=torch.randn(value_heads),
         dt_bias=torch.randn(value_heads),
         norm=SimpleNamespace(weight=torch.randn(dim), eps=1e-6),
     )
-    cache = torch.randn(channels, 3), torch.randn(value_heads, dim, dim)
+    exact = SimpleNamespace(**vars(mixer))
+    if bits == 16:
+        exact.in_proj_ba = copy.copy(in_proj)
+        exact.in_proj_ba._buffers = {"weight": in_proj.weight.float(), "bias": None}
+    cache = torch.randn(4, channels), torch.randn(value_heads, dim, dim)
     wanted_cache = cache[0].clone(), cache[1].clone()
-    for _ in range(2):
-        qkvz, ba = torch.randn(tokens, channels + values), torch.randn(tokens, 2 * value_heads)
-        out = unscaled(ops.gated_delta_net(qkvz, ba, mixer, cache))
-        weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
-        wanted = gated_delta_net_reference(qkvz, ba, *weights, 1e-6, *wanted_cache)
+    products: list[Linear] = []
+    product = CudaOps._product
+
+    def counted(self: CudaOps, activation: Any, matrix: Linear, residual: Tensor | None = None) -> Tensor:
+        products.append(matrix)
+        return product(self, activation, matrix, residual)
+
+    monkeypatch.setattr(CudaOps, "_product", counted)
+    for start in (9, 9 + tokens):
+        x, heads = torch.randn(tokens, hidden), torch.randn(tokens, 32)
+        qkvz, positions = torch.randn(tokens, channels + values), torch.arange(start, start + tokens)
+        stream = ops.linear_add(heads, before, x, gain) if summed else x
+        products.clear()
+        out = unscaled(ops.gated_delta_net(stream, gain, qkvz, mixer, positions, cache))
+        assert products == ([] if bits == 8 and tokens == 1 else [in_proj])
+        x = ReferenceOps().linear_add(heads, before, x, gain) if summed else x
+        wanted = ReferenceOps().gated_delta_net(x, gain, qkvz, exact, positions, wanted_cache)
         assert out.dtype == dtype
-        assert relative(out, wanted) < (1e-3 if dtype == torch.float32 else 5e-3)  # the interpreter cuts bits off
-        assert relative(cache[1], wanted_cache[1]) < 1e-3
+        # 16 bits and many tokens: products of bf16, whose error the decays carry on
+        bound = 1e-3 if dtype == torch.float32 and bits != 16 else 5e-3
+        assert relative(out, wanted) < bound
+        assert relative(cache[1], wanted_cache[1]) < bound
         assert torch.equal(cache[0], wanted_cache[0])
+
+
+def steps_and_decays(rows: int, columns: int, bits: int) -> Linear:
+    """in_proj_ba, which has no bias; b and a of the size of one."""
+    if bits == 16:
+        matrix = Linear(rows, columns, TensorFormat(16))
+        matrix.weight = (torch.randn(rows, columns) / columns**0.5).bfloat16()
+        return matrix
+    matrix = linear(rows, columns, TensorFormat(bits, 32, symmetric=False))
+    matrix.scales = matrix.scales / columns**0.5
+    if bits == 4 and matrix.mins is not None:
+        matrix.mins = matrix.mins / columns**0.5
+    matrix.bias = None
+    return matrix
 
 
 @pytest.mark.parametrize("tokens", [3, 9])

@@ -39,17 +39,37 @@ def reply(engine: Engine, prompt: list[int], sampling: Sampling, tokens: int = 4
 
 @INT8_OR_NOT
 def test_only_triton_kernels_run_in_a_step(model: Model, int8_kv: bool) -> None:
-    engine = Engine(model, 200, int8_kv=int8_kv)
+    names = launches(Engine(model, 200, int8_kv=int8_kv))
+    others = {name for name in names if not name.isidentifier() or not name.endswith("_kernel")}  # theirs are C++ names
+    assert not others - {"Activity Buffer Request"}  # the profiler's own
+    assert 30 * 5 < len(names) < 30 * 5 + 30  # five launches a layer, and the step's own
+
+
+def launches(engine: Engine) -> list[str]:
+    """What runs on the card in one step, in order."""
     reply(engine, PROMPT, GREEDY)
     if engine._graph is None or engine._graph._graph is None:
         raise AssertionError("no graph was captured")
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         engine._graph._graph.replay()
         torch.cuda.synchronize()
-    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    others = {name for name in names if not name.isidentifier() or not name.endswith("_kernel")}  # theirs are C++ names
-    assert not others - {"Activity Buffer Request"}  # the profiler's own
-    assert 30 * 5 < len(names) < 30 * 5 + 30  # five launches a layer, and the step's own
+    events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
+
+
+def test_a_layer_is_five_launches() -> None:
+    """Both kinds; but the first, in front of which no product's end has made the norm."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA card")
+    model = synthetic_model(replace(MODELS["qwen3.5-27b"], num_hidden_layers=5), "cuda")
+    names = [name for name in launches(Engine(model, 200)) if name.endswith("_kernel")]
+    product, delta_net, attention = "int4_few_tokens_kernel", "_decode_kernel", "_attention_decode_kernel"
+    first = names.index(delta_net)
+    assert names[first - 3 : first] == ["_rms_norm_kernel", product, "_rms_norm_kernel"]
+    layers = names[first + 1 : len(names) - names[::-1].index(product)]
+    mixers = [delta_net, delta_net, attention, delta_net]
+    assert layers == [product] * 3 + [name for mixer in mixers for name in (product, mixer, *[product] * 3)]
+    assert names.count("_int8_gemv_kernel") == 1  # the head
 
 
 @INT8_OR_NOT

@@ -1,9 +1,8 @@
 """A prompt read whole, in chunks and token by token is the same prompt, at lengths around every block of a kernel."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -104,9 +103,8 @@ class FastReference(ReferenceOps):
 
     prefill_chunk = 2048
 
-    def gated_delta_net(self, qkvz: Tensor, ba: Tensor, mixer: Any, cache: tuple[Tensor, Tensor]) -> Tensor:
-        weights = (mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
-        return gated_delta_net_chunked(qkvz, ba, *weights, mixer.norm.eps, *cache)
+    def delta_rule(self, tokens: int) -> Callable[..., Tensor]:
+        return gated_delta_net_chunked
 
 
 REAL = {

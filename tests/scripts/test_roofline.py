@@ -31,7 +31,7 @@ def document() -> dict[str, Any]:
         row("operation", "gate_up", 25.0, 92e6, 357e6),  # 92 %
         row("operation", "down", 16.0, 46e6, 178e6),
         row("operation", "qkv", 14.0, 38e6, 147e6),
-        row("operation", "in_proj + ba", 16.0, 44e6, 168e6),
+        row("operation", "in_proj", 16.0, 44e6, 168e6),
         row("operation", "out", 7.0, 16e6, 63e6),
         row("operation", "o", 7.1, 16e6, 63e6),
         row("operation", "norm + lm_head", 350.0, 1271e6, 2543e6),
