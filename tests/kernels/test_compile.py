@@ -72,3 +72,9 @@ def test_fragments_lie_as_the_instruction_takes_them(report: dict[str, dict[str,
     )
     assert report[case]["word_loads"]  # those of the inline PTX have this layout as well, the others are as wide
     assert all(".v4.b32" in load for load in report[case]["word_loads"]), report[case]["word_loads"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("gated_delta_net_decode")])
+def test_a_delta_net_s_state_stays_where_it_was_loaded(report: dict[str, dict[str, Any]], case: str) -> None:
+    """Triton chooses how it lies in the threads; 64 KB through shared memory would say that it changed its mind."""
+    assert report[case]["shared"] <= 4096
