@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.activations import sigmoid
+from localchat.kernels.attention_parts import attention_join
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 
@@ -162,42 +163,30 @@ def softmax_step(
 def _store_columns(
     out,
     out_ptr,
+    out_at,
     gate_ptr,
-    first_row,
-    kv_head,
+    gate_at,
     real,
-    Q_HEADS,
-    GATE_STRIDE,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
-    D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """out [M, WIDTH] are the columns from FIRST on. Few at a time, so that their gates find room in registers."""
+    """out [M, WIDTH]: the columns from FIRST on of rows that begin at `out_at` [M], their gates' at `gate_at` [M].
+
+    Few at a time, so that gates and addresses find room in registers.
+    """
     if WIDTH > 32:
         left, right = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, WIDTH // 2]), (0, 2, 1)))
-        _store_columns(
-            *(left, out_ptr, gate_ptr, first_row, kv_head, real, Q_HEADS, GATE_STRIDE),
-            *(FIRST, WIDTH // 2, D, BLOCK_M, GROUP, GATED),
-        )
-        _store_columns(
-            *(right, out_ptr, gate_ptr, first_row, kv_head, real, Q_HEADS, GATE_STRIDE),
-            *(FIRST + WIDTH // 2, WIDTH // 2, D, BLOCK_M, GROUP, GATED),
-        )
+        rows = (out_ptr, out_at, gate_ptr, gate_at, real)
+        _store_columns(left, *rows, FIRST, WIDTH // 2, BLOCK_M, GATED)
+        _store_columns(right, *rows, FIRST + WIDTH // 2, WIDTH // 2, BLOCK_M, GATED)
     else:
         d = FIRST + tl.arange(0, WIDTH)
-        first_token = (first_row // GROUP).to(tl.int64)
-        row = first_row + tl.arange(0, BLOCK_M)
-        token, head = row // GROUP - first_row // GROUP, row % GROUP  # behind the first: 32 bits suffice
         if GATED:
-            gate_row = gate_ptr + first_token * GATE_STRIDE + kv_head * GROUP * D
-            at = (token * GATE_STRIDE + head * D)[:, None] + d[None, :]
-            out = out * sigmoid(tl.load(gate_row + at, mask=real[:, None], other=0.0).to(tl.float32))
-        out_row = out_ptr + (first_token * Q_HEADS + kv_head * GROUP) * D
-        at = ((token * Q_HEADS + head) * D)[:, None] + d[None, :]
-        tl.store(out_row + at, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
+            gate = tl.load(gate_ptr + gate_at[:, None] + d[None, :], mask=real[:, None], other=0.0)
+            out = out * sigmoid(gate.to(tl.float32))
+        tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
@@ -210,6 +199,7 @@ def _attention_prefill_kernel(
     positions_ptr,
     gate_ptr,
     out_ptr,
+    stats_ptr,
     scale,
     tokens,
     Q_HEADS,
@@ -217,6 +207,7 @@ def _attention_prefill_kernel(
     GATE_STRIDE,
     INT8: tl.constexpr,
     GATED: tl.constexpr,
+    CUT: tl.constexpr,  # a program sees one part of the context, and out is what attention_parts.py takes
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -231,25 +222,32 @@ def _attention_prefill_kernel(
     row = first_row + tl.arange(0, BLOCK_M)
     real = row < tokens * GROUP
     first_token = first_row // GROUP
-    start = (first_token.to(tl.int64) * Q_HEADS + kv_head * GROUP) * D
-    q_row = ((row // GROUP - first_token) * Q_HEADS + row % GROUP) * D  # behind `start`: 32 bits suffice
-    q = tl.load(q_ptr + start + q_row[:, None] + d[None, :], mask=real[:, None], other=0.0)
+    q_start = (first_token.to(tl.int64) * Q_HEADS + kv_head * GROUP) * D
+    q_row = ((row // GROUP - first_token) * Q_HEADS + row % GROUP) * D  # behind `q_start`: 32 bits suffice
+    q = tl.load(q_ptr + q_start + q_row[:, None] + d[None, :], mask=real[:, None], other=0.0)
     position = before + row // GROUP
     rows = kv_head.to(tl.int64) * (HEAD_STRIDE // D) + column
     tile = rows[:, None] * D + d[None, :]
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    m = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, for rows that see nothing of a part
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     everyone_sees = (before + first_token + 1) // BLOCK_N * BLOCK_N
     length = before + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, tokens)
-    for n in range(0, everyone_sees, BLOCK_N):
+    start = 0
+    if CUT:
+        split, splits = tl.program_id(2), tl.num_programs(2)
+        part = tl.cdiv(tl.cdiv(before + tokens, splits), BLOCK_N) * BLOCK_N
+        start = split * part
+        length = tl.minimum(length, start + part)
+        everyone_sees = tl.minimum(everyone_sees, start + part)
+    for n in range(start, everyone_sees, BLOCK_N):
         offset = tile + n * D
         k, v = load_rows(keys_ptr + offset, values_ptr + offset, None, False)
         m, l, acc = softmax_step(
             *(q, k, v, key_scales_ptr, value_scales_ptr, rows + n, None, None),
             *(m, l, acc, scale, INT8, False, False, WIDEN),
         )
-    for n in range(everyone_sees, length, BLOCK_N):
+    for n in range(tl.maximum(start, everyone_sees), length, BLOCK_N):
         offset = tile + n * D
         visible = n + column[None, :] <= position[:, None]
         inside = n + column < length
@@ -258,10 +256,16 @@ def _attention_prefill_kernel(
             *(q, k, v, key_scales_ptr, value_scales_ptr, rows + n, inside, visible),
             *(m, l, acc, scale, INT8, False, True, WIDEN),
         )
-    _store_columns(
-        *(acc * (1.0 / l)[:, None], out_ptr, gate_ptr, first_row, kv_head, real, Q_HEADS, GATE_STRIDE),
-        *(0, D, D, BLOCK_M, GROUP, GATED),
-    )
+    token, head = row // GROUP, row % GROUP
+    if CUT:
+        at = ((token * (Q_HEADS // GROUP) + kv_head) * splits + split) * GROUP + head
+        tl.store(stats_ptr + at * 2, m, mask=real)
+        tl.store(stats_ptr + at * 2 + 1, l, mask=real)
+        _store_columns(acc, out_ptr, at.to(tl.int64) * D, gate_ptr, at, real, 0, D, BLOCK_M, False)
+    else:
+        out_at = (token.to(tl.int64) * Q_HEADS + kv_head * GROUP + head) * D
+        gate_at = token.to(tl.int64) * GATE_STRIDE + (kv_head * GROUP + head) * D
+        _store_columns(acc * (1.0 / l)[:, None], out_ptr, out_at, gate_ptr, gate_at, real, 0, D, BLOCK_M, GATED)
 
 
 def attention_prefill(
@@ -273,12 +277,15 @@ def attention_prefill(
     gate: Tensor | None = None,
     scales: Sequence[Tensor] = (),
     dtype: torch.dtype = torch.float32,
+    multiprocessors: int = 1,
 ) -> Tensor:
     """q [T, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [T] -> [T, Hq * D].
 
     gate [T, Hq * D] in any float dtype may be columns of a wider matrix. scales: fp32 [Hkv, S] of keys and of values,
     which are INT8 then. The output is fp32 or bf16, as `dtype` says.
-    Positions are those of consecutive tokens; only the first is read.
+    Positions are those of consecutive tokens; only the first is read. Where there are fewer programs than a card has
+    multiprocessors, each takes a part of the context, and one launch more puts the parts together (attention_parts.py).
+    The result depends on the inputs and the number of parts alone, bit for bit.
 
     Raises:
         ValueError: a dtype or shape is another, or a tensor is not contiguous.
@@ -290,14 +297,21 @@ def attention_prefill(
     out = torch.empty(tokens, q_heads * head_dim, dtype=dtype, device=q.device)
     major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
     block_m, block_n, warps, stages = prefill_blocks(head_dim, _operand_size(q, keys), tokens * group, major)
-    _attention_prefill_kernel[(triton.cdiv(tokens * group, block_m), kv_heads)](
+    tiles = triton.cdiv(tokens * group, block_m)
+    splits = max(1, multiprocessors // (tiles * kv_heads))
+    parts, stats = out, None
+    if splits > 1:
+        shape = (tokens, kv_heads, splits, group)
+        parts, stats = (torch.empty(*shape, size, dtype=torch.float32, device=q.device) for size in (head_dim, 2))
+    _attention_prefill_kernel[(tiles, kv_heads, splits)](
         q,
         keys,
         values,
         *(scales or (None, None)),
         positions,
         gate,
-        out,
+        parts,
+        stats,
         head_dim**-0.5 * LOG2_E,
         tokens,
         q_heads,
@@ -305,6 +319,7 @@ def attention_prefill(
         0 if gate is None else gate.stride(0),
         INT8=bool(scales),
         GATED=gate is not None,
+        CUT=splits > 1,
         GROUP=group,
         D=head_dim,
         BLOCK_M=block_m,
@@ -313,6 +328,8 @@ def attention_prefill(
         num_warps=warps,
         num_stages=stages,
     )
+    if stats is not None:
+        attention_join(parts, stats, gate, out)
     return out
 
 

@@ -22,15 +22,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from localchat.kernels.activations import sigmoid
 from localchat.kernels.attention import LOG2_E, check_heads, load_rows, row_scales, softmax_step
+from localchat.kernels.attention_parts import leave, parts_at_once, together
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.rope_kv_write import check_rope_kv_write, partner_of, quantized, turned
-from localchat.kernels.scaled_half import in_units
-
-_COMBINED = 16384  # fp32 elements that putting together loads at once
 
 
 @triton.jit
@@ -42,58 +39,6 @@ def _gains(norm_ptr, j, partner, turns, NORM: tl.constexpr):
         gain = tl.load(norm_ptr + j).to(tl.float32)
         other_gain = tl.load(norm_ptr + partner, mask=turns, other=0.0).to(tl.float32)
     return gain, other_gain
-
-
-@triton.jit
-def _leave(
-    out, gate_ptr, out_ptr, kv_head, row, GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, UNITS: tl.constexpr
-):
-    """out [M, D], of which `row` [M] below GROUP are the heads of one group, through the gate to where it belongs."""
-    at = (kv_head * GROUP + row)[:, None] * D + tl.arange(0, D)[None, :]
-    head = (row < GROUP)[:, None]
-    if GATED:
-        out = out * sigmoid(tl.load(gate_ptr + at, mask=head, other=0.0).to(tl.float32))
-    if UNITS:
-        out = in_units(out)
-    tl.store(out_ptr + at, out, mask=head)
-
-
-@triton.jit
-def _together(
-    parts_ptr,
-    stats_ptr,
-    first_part,
-    used,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s over `used` parts in their order: [ROWS, D], heads of one group.
-
-    Other multiprocessors have written them: loads go past this one's own cache.
-    """
-    i, d = tl.arange(0, AT_ONCE * ROWS), tl.arange(0, D)
-    row = i % ROWS
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    for first in range(0, used, AT_ONCE):
-        part = first + i // ROWS
-        at = (first_part + part) * GROUP + row
-        inside = (part < used) & (row < GROUP)
-        parts = tl.load(parts_ptr + at[:, None] * D + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
-        nothing = tl.where(part < used, 0.0, float("-inf"))  # also of rows that are no head: no NaN arises
-        m_part = tl.load(stats_ptr + at * 2, mask=inside, other=nothing, cache_modifier=".cg")
-        l_part = tl.load(stats_ptr + at * 2 + 1, mask=inside, other=1.0, cache_modifier=".cg")
-        m_part, l_part = tl.reshape(m_part, [AT_ONCE, ROWS]), tl.reshape(l_part, [AT_ONCE, ROWS])
-        m_new = tl.maximum(m, tl.max(m_part, 0))  # finite from the first part on: a part that is used is never empty
-        weight = tl.exp2(m_part - m_new[None, :])
-        shrink = tl.exp2(m - m_new)
-        l = l * shrink + tl.sum(weight * l_part, 0)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * tl.reshape(parts, [AT_ONCE, ROWS, D]), 0)
-        m = m_new
-    return acc / l[:, None]
 
 
 @triton.jit
@@ -220,7 +165,7 @@ def _attention_decode_kernel(
 
     if ONE:
         out = acc / l[:, None]
-        _leave(out, gate_ptr, out_ptr, kv_head, row, GROUP, D, GATED, UNITS)
+        leave(out, gate_ptr, out_ptr, kv_head, row, GROUP, D, GATED, UNITS)
         return
     first_part = kv_head * splits
     at = (first_part + split) * GROUP + row
@@ -230,8 +175,8 @@ def _attention_decode_kernel(
     tl.debug_barrier()  # all warps have written before one of them says so
     arrived = tl.atomic_add(arrivals_ptr + kv_head, 1, sem="acq_rel", scope="gpu")
     if arrived == used - 1:
-        together = _together(parts_ptr, stats_ptr, first_part, used, GROUP, ROWS, D, AT_ONCE)
-        _leave(together, gate_ptr, out_ptr, kv_head, tl.arange(0, ROWS), GROUP, D, GATED, UNITS)
+        heads = together(parts_ptr, stats_ptr, first_part, used, GROUP, ROWS, D, AT_ONCE)
+        leave(heads, gate_ptr, out_ptr, kv_head, tl.arange(0, ROWS), GROUP, D, GATED, UNITS)
         tl.store(arrivals_ptr + kv_head, 0)
 
 
@@ -314,8 +259,3 @@ def decode_blocks(head_dim: int, element_size: int) -> tuple[int, int]:
     """
     tile = {4: 8192, 2: 32768, 1: 16384}[element_size]
     return max(16, min(128, head_dim, tile // (head_dim * element_size))), 8
-
-
-def parts_at_once(splits: int, rows: int, head_dim: int) -> int:
-    """Parts that are loaded together when they are put together: as many as fit in a program's registers."""
-    return max(1, min(triton.next_power_of_2(splits), _COMBINED // (rows * head_dim)))

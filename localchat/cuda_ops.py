@@ -98,8 +98,8 @@ class CudaOps(ReferenceOps):
             launch = {"splits": max(1, self._multiprocessors // keys.shape[0]), "arrivals": self._arrivals}
             return attention_decode(*heads, *angles, keys, values, **launch, gate=gate, scales=scales, units=True)
         q = rope_kv_write(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales)
-        dtype = _mixer_dtype(q)
-        return attention_prefill(q, keys, values, rope.positions, gate=gate, scales=scales, dtype=dtype)
+        cached, dtype, fill = (keys, values, rope.positions), _mixer_dtype(q), self._multiprocessors
+        return attention_prefill(q, *cached, gate=gate, scales=scales, dtype=dtype, multiprocessors=fill)
 
     def gated_delta_net(  # type: ignore[override]
         self,

@@ -92,21 +92,26 @@ def _attention_cases() -> list[Case]:
         gated = {"GATED": d == 256} | ({} if d == 256 else {"gate_ptr": None})
         pointers = f"*{dtype} *{kv} *{kv} {'*fp32 *fp32 ' * (kv == 'i8')}*i64"
         shape = f"D {d} group {group} {kv}"
-        for rows in (32, 10_000):
+        for rows, cut in ((32, True), (10_000, False), (1200, True)):
             for archs in ((80, 86, 89, 120), (90,)):
                 block_m, block_n, warps, stages = attention.prefill_blocks(d, size, rows, archs[0] // 10)
                 cases.append(
                     Case(
-                        f"attention_prefill {shape} rows {rows}",
+                        f"attention_prefill {shape} rows {rows}{' of parts' * cut}",
                         "attention._attention_prefill_kernel",
-                        f"{pointers} {'*fp32 ' * (d == 256)}*fp32 fp32 i32 i32 i32:16 i32:16",
-                        {**launch, **gated, "BLOCK_M": block_m, "BLOCK_N": block_n},
+                        f"{pointers} {'*fp32 ' * (d == 256)}*fp32 {'*fp32 ' * cut}fp32 i32 i32 i32:16 i32:16",
+                        {**launch, **gated, "CUT": cut, "BLOCK_M": block_m, "BLOCK_N": block_n}
+                        | ({} if cut else {"stats_ptr": None}),
                         num_warps=warps,
                         num_stages=stages,
                         archs=archs,
                     )
                 )
-    return cases
+    join = {"GATED": True, "GROUP": 6, "D": 256, "ROWS": 8, "AT_ONCE": 8}
+    return [
+        *cases,
+        Case("attention_join", "attention_parts._attention_join_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32:16", join),
+    ]
 
 
 def _attention_decode_cases() -> list[Case]:

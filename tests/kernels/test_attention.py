@@ -76,6 +76,10 @@ def test_prefill_agrees(
     wanted = attention_reference(q.float(), keys, values, positions, scales=scales)
     assert out.dtype == torch.float32
     assert relative(out, wanted) < BOUNDS[dtype]
+    gate = torch.randn(tokens, 2 * q.shape[1] * head_dim, device=device)[:, q.shape[1] * head_dim :]
+    for multiprocessors in (20, 90):  # the context in several parts, of which many see nothing
+        cut = attention_prefill(q, keys, values, positions, scales=scales, gate=gate, multiprocessors=multiprocessors)
+        assert relative(cut, wanted * gate.sigmoid()) < BOUNDS[dtype]
     rounded = attention_prefill(q, keys, values, positions, scales=scales, dtype=torch.bfloat16)
     assert torch.equal(rounded, out.bfloat16())
 
