@@ -11,11 +11,12 @@ On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor pe
     dequantize_int4 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from localchat.kernels.cards import Fragments, card_of
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import scale_offset, word_offset
@@ -23,24 +24,6 @@ from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
 from localchat.kernels.int4_packing import GROUP_SIZES, TILE_ROWS, dequantize, padded_rows, unpack_scales
 from localchat.kernels.pdl import pdl_options
 from localchat.kernels.scaled_half import Squares, factor_options
-
-
-class Fragments(NamedTuple):
-    """int4_few_tokens: warps of a program, and tiles that a warp asks for at once."""
-
-    parts: int
-    batch: int
-
-
-def settings_for(n: int, k: int) -> Fragments:
-    """How the kernel for 1 to 8 tokens is launched. Measured on an H200, 2026-11-30 (NOTES.md).
-
-    Four warps everywhere. Batches of five are best where all programs find room at once (three a multiprocessor) or
-    are very many; of two where five would leave a few for later, and where K is long.
-    """
-    few_left = 3 * 132 < n // 16 <= 4 * 132
-    return Fragments(parts=4, batch=2 if few_left or k >= 16384 else 5)
-
 
 GEMM_WARPS = 8  # with 4, tiles of 32 tokens and more do not fit into registers
 
@@ -179,8 +162,8 @@ def int4_matmul(
     bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
     More than 8 tokens take fp16 scales only (fp32 ones do not fit into the products of tl.dot), and no `Squares`.
-    settings: of the kernel for up to 8 tokens; None: `settings_for`. use_ptx: that kernel's inline PTX or its plain
-    twin; None: PTX on CUDA, where the interpreter has none.
+    settings: of the kernel for up to 8 tokens; None: the card's (cards.py). use_ptx: that kernel's inline PTX or its
+    plain twin; None: PTX on CUDA, where the interpreter has none.
 
     Raises:
         ValueError: shapes or dtypes do not belong together, or there are too many tokens for what is asked.
@@ -227,7 +210,8 @@ def _few_tokens(
     tokens, k = x.shape
     if tokens > FEW_TOKENS:
         raise ValueError(f"int4_matmul: got {tokens} tokens, wanted up to {FEW_TOKENS}")
-    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, settings or settings_for(n, k))
+    chosen = settings or card_of(x.device).fragments(n, k)
+    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, chosen)
     factors, parts, eps, squares = factor_options(row_scale)
     gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
     int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS,)](

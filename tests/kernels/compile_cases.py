@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from localchat.kernels import attention, gated_delta_net, gated_delta_net_prefill, int4_matmul, int8_matmul
-from localchat.kernels.int4_matmul import Fragments
+from localchat.kernels.cards import TABLE, Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
 
@@ -271,7 +271,7 @@ def _few_tokens_cases() -> list[Case]:
         (32, True, 3072, 1536, "fp16", 1, None),
         (32, True, 3072, 576, "fp32", 8, Fragments(4, 1)),
     ):
-        chosen = settings or int4_matmul.settings_for(n, k)
+        chosen = settings or TABLE["NVIDIA H200"].fragments(n, k)
         dtype = torch.float16 if scales == "fp16" else torch.float32
         launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, chosen)
         warps = launch.pop("num_warps")

@@ -10,13 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from localchat.kernels import int4_fragments
-from localchat.kernels.int4_matmul import (
-    Fragments,
-    int4_matmul,
-    int4_matmul_norm,
-    int4_matmul_reference,
-    int4_matmul_swiglu,
-)
+from localchat.kernels.cards import Fragments
+from localchat.kernels.int4_matmul import int4_matmul, int4_matmul_norm, int4_matmul_reference, int4_matmul_swiglu
 from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.kernels.rms_norm import rms_norm_reference
 from localchat.kernels.scaled_half import UNIT, Squares
