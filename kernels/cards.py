@@ -8,11 +8,11 @@ multiprocessors of a card, of which three or four programs find room on each. So
     many    very many programs
     long    K is long: a program loads for a long time, whatever their number
 
-A card that the table does not know is launched like DEFAULT, with its own multiprocessors, until somebody who has
-measured it says `use` (localchat/tuning.py does, once a card).
+A card that the table does not know is launched by `default_for` its generation, with its own multiprocessors, until
+somebody who has measured it says `use` (localchat/tuning.py does, once a card).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Card:
-    """A card's settings, and where they come from: "" is nowhere, they are DEFAULT."""
+    """A card's settings, and where they come from: "" is nowhere, they are a default."""
 
     multiprocessors: int
     settings: Settings
@@ -62,6 +62,9 @@ class Card:
 DEFAULT = Settings(
     few=Fragments(4, 5), tail=Fragments(4, 2), many=Fragments(4, 5), long=Fragments(4, 2), crossover=32
 )  # fmt: skip
+# Before 9.0 nothing holds loads in batches where they are asked for (int4_few_tokens.py), and with five of them some
+# shapes leave 8 bytes on the stack (Triton 3.6, sm_86 and 89).
+OLDER = replace(DEFAULT, few=Fragments(4, 2), many=Fragments(4, 2))
 # `localchat doctor --tune` prints what a line is made from.
 TABLE = {
     "NVIDIA H200": Card(132, DEFAULT, "measured 2026-11-30 with scripts/bench_kernels (kernels/NOTES.md)"),
@@ -92,8 +95,13 @@ def use(device: torch.device, card: Card) -> None:
     _in_use[device] = card
 
 
+def default_for(major: int) -> Settings:
+    """For a card of compute capability `major`.x that nobody has measured."""
+    return DEFAULT if major >= 9 else OLDER
+
+
 def _by_name(device: torch.device) -> Card:
     properties = torch.cuda.get_device_properties(device)
     known = TABLE.get(properties.name)
     count = properties.multi_processor_count
-    return known if known and known.multiprocessors == count else Card(count, DEFAULT)
+    return known if known and known.multiprocessors == count else Card(count, default_for(properties.major))

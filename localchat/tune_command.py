@@ -11,7 +11,7 @@ import torch
 from localchat import tuning
 from localchat.device import choose_device
 from localchat.errors import UserError
-from localchat.kernels.cards import TABLE
+from localchat.kernels.cards import TABLE, card_of
 from localchat.prepare import say
 from localchat.stopwatch import Stopwatch
 
@@ -27,7 +27,7 @@ def run(*, as_json: bool) -> int:
         raise UserError("--tune measures an NVIDIA card, and none is here.")
     identity = tuning.identity_of(device)
     try:
-        found = tuning.measure(identity.multiprocessors, Stopwatch(device))
+        found = tuning.measure(card_of(device), Stopwatch(device))
     except torch.OutOfMemoryError as error:
         raise UserError(f"{identity.name} is too full to measure anything.", "close what else uses it.") from error
     if found is None:

@@ -23,7 +23,7 @@ import torch
 
 from localchat import store
 from localchat.errors import UserError
-from localchat.kernels.cards import CLASSES, DEFAULT, LONG, REVISION, Card, Fragments, Settings, card_of, use
+from localchat.kernels.cards import CLASSES, LONG, REVISION, Card, Fragments, Settings, card_of, use
 from localchat.kernels.int4_few_tokens import FEW_TOKENS
 from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.stopwatch import Stopwatch, Trial
@@ -77,7 +77,7 @@ def settle(device: str, say: Callable[[str], None]) -> None:
     if where.type != "cuda" or card_of(where).origin:
         return
     identity = identity_of(where)
-    found = _settled(identity, lambda: measure(identity.multiprocessors, Stopwatch(where)), say)
+    found = _settled(identity, lambda: measure(card_of(where), Stopwatch(where)), say)
     torch.cuda.empty_cache()
     if found:
         use(where, found.card(identity))
@@ -137,8 +137,8 @@ def _measured_and_kept(
     return found
 
 
-def measure(multiprocessors: int, watch: Watch) -> Measured | None:
-    """Try the candidates; None where not one could be timed."""
+def measure(card: Card, watch: Watch) -> Measured | None:
+    """Try the candidates against what the card has now; None where not one could be timed."""
     start = time.perf_counter()
     trials: list[tuple[str, float | None]] = []
 
@@ -148,15 +148,15 @@ def measure(multiprocessors: int, watch: Watch) -> Measured | None:
         return taken
 
     launches = {}
-    for name, (n, k) in shapes(multiprocessors).items():
+    for name, (n, k) in shapes(card.multiprocessors).items():
         times = {
             fragments: seconds(f"{name}: {fragments.parts} parts, batch {fragments.batch};", Trial(n, k, 1, fragments))
             for fragments in CANDIDATES
         }
-        launches[name] = best(times, getattr(DEFAULT, name))
+        launches[name] = best(times, getattr(card.settings, name))
     if all(taken is None for _, taken in trials):
         return None
-    n, k = shapes(multiprocessors)["many"]
+    n, k = shapes(card.multiprocessors)["many"]
     crossover = FEW_TOKENS
     for tokens in CROSSINGS:
         packed = seconds("crossover: packed;", Trial(n, k, tokens))

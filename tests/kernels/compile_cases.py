@@ -265,6 +265,8 @@ def _few_tokens_cases() -> list[Case]:
         (128, True, 55296, 5120, "fp16", 8, None),
         (128, True, 5120, 5120, "fp32", 1, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(8, 2)),
+        (128, False, 5120, 5120, "fp16", 1, Fragments(4, 2)),
+        (128, False, 14336, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 1152, 896, "fp16", 1, None),
         (64, False, 9728, 896, "fp16", 1, None),
         (32, True, 3072, 576, "fp16", 8, None),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from localchat.kernels import cards
-from localchat.kernels.cards import DEFAULT, TABLE, Card, Fragments, card_of, shape_class, use
+from localchat.kernels.cards import DEFAULT, OLDER, TABLE, Card, Fragments, card_of, shape_class, use
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ def test_classes_of_shapes() -> None:
     assert [shape_class(n, k, 82) for n, k in shapes] == ["few", "tail", "tail", "many", "long"]
 
 
-def card(monkeypatch: pytest.MonkeyPatch, name: str, multiprocessors: int) -> Card:
-    properties = SimpleNamespace(name=name, multi_processor_count=multiprocessors)
+def card(monkeypatch: pytest.MonkeyPatch, name: str, multiprocessors: int, major: int = 9) -> Card:
+    properties = SimpleNamespace(name=name, multi_processor_count=multiprocessors, major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     return card_of(torch.device("cuda:0"))
 
@@ -40,9 +40,13 @@ def test_a_card_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert card(monkeypatch, "NVIDIA H200", 132) is TABLE["NVIDIA H200"]
 
 
-@pytest.mark.parametrize(("name", "count"), [("NVIDIA GeForce RTX 4090", 128), ("NVIDIA H200", 16)])
-def test_an_unknown_card_or_a_part_of_a_known_one(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
-    assert card(monkeypatch, name, count) == Card(count, DEFAULT)
+def test_an_unknown_card_or_a_part_of_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, count, major, wanted in (
+        ("NVIDIA GeForce RTX 4090", 128, 8, OLDER), ("NVIDIA GeForce RTX 5090", 170, 12, DEFAULT),
+        ("NVIDIA H200", 16, 9, DEFAULT),
+    ):  # fmt: skip
+        monkeypatch.setattr(cards, "_in_use", {})
+        assert card(monkeypatch, name, count, major) == Card(count, wanted)
 
 
 def test_what_was_measured_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], torch.device]:
     """card("RTX", 128): torch sees one of that name; measuring it gives FOUND."""
 
     def make(name: str, count: int) -> torch.device:
-        properties = SimpleNamespace(name=name, multi_processor_count=count)
+        properties = SimpleNamespace(name=name, multi_processor_count=count, major=8)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(tuning, "Stopwatch", lambda device: device)
-        monkeypatch.setattr(tuning, "measure", lambda _count, _watch: FOUND)
+        monkeypatch.setattr(tuning, "measure", lambda _card, _watch: FOUND)
         return torch.device("cuda:0")
 
     return make
@@ -74,7 +74,7 @@ def test_what_is_measured_is_chosen() -> None:
             return 1e-5 if trial.fragments == good else 2e-5
         return 1e-4 if trial.dense else 3e-6 * trial.tokens
 
-    found = measure(128, watch)
+    found = measure(Card(128, DEFAULT), watch)
     assert found is not None
     assert found.settings == cards.Settings(
         few=Fragments(2, 5), tail=Fragments(4, 5), many=Fragments(4, 5), long=Fragments(8, 2), crossover=32
@@ -90,13 +90,13 @@ def test_what_is_measured_is_chosen() -> None:
     [(1.0, 2.0, 64), (2.0, 1.0, 8), (None, 1.0, 8), (1.0, None, 64), (None, None, 8)],
 )
 def test_the_crossover(packed: float | None, dense: float | None, wanted: int) -> None:
-    found = measure(82, lambda trial: 1.0 if trial.fragments else dense if trial.dense else packed)
+    found = measure(Card(82, DEFAULT), lambda trial: 1.0 if trial.fragments else dense if trial.dense else packed)
     assert found is not None
     assert found.settings.crossover == wanted
 
 
 def test_a_card_on_which_nothing_runs() -> None:
-    assert measure(82, lambda _trial: None) is None
+    assert measure(Card(82, DEFAULT), lambda _trial: None) is None
 
 
 def test_kept_and_found_again() -> None:
@@ -248,7 +248,7 @@ def test_an_unknown_card(card: Callable[[str, int], torch.device], said: list[st
     """The first start measures, the next ones take it; what only reads never measures."""
     device = card("NVIDIA GeForce RTX 4090", 128)
     tuning.adopt(device)
-    assert card_of(device) == Card(128, DEFAULT)
+    assert card_of(device) == Card(128, cards.OLDER)
     assert tuning.origin(device) == ""
     tuning.settle("cuda:0", said.append)
     assert card_of(device).settings == FOUND.settings
