@@ -1,4 +1,4 @@
-"""The INT4 product for 1 to 32 tokens by tensor cores: see kernels/int4_matmul.py.
+"""The INT4 product for 1 to 64 tokens by tensor cores: see kernels/int4_matmul.py.
 
 A program has 16 rows and PARTS warps; a warp takes every PARTS-th tile of the packed format (16 rows x 128 inputs) and
 the warps add up at the end. Lane 4g + t loads words 4t..4t+3 of rows g and g + 8 and, from x as it lies, the pairs that
@@ -30,7 +30,7 @@ from localchat.kernels.int4_fragments import raw_product, scaled_product, sums_o
 from localchat.kernels.pdl import let_next_start, wait_for_previous
 from localchat.kernels.scaled_half import in_units, row_factors
 
-FEW_TOKENS = 32
+FEW_TOKENS = 64
 
 # Loads that keep their order among each other; words are read once, so no cache close to the processor keeps them.
 _LOAD_WORDS = tl.constexpr("ld.relaxed.cta.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")

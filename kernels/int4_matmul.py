@@ -5,15 +5,16 @@ Bytes moved for one token: N * K / 2 codes + 2 N K / G a scale (twice that with 
 
 On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor per row. Two kernels share the layout:
 
-    int4_few_tokens 1 to 32 tokens: tensor-core instructions fed from registers, in the order in which words lie.
+    int4_few_tokens 1 to 64 tokens: tensor-core instructions fed from registers, in the order in which words lie.
     dequantize_int4 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from localchat.kernels.cards import Fragments, card_of
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import scale_offset, word_offset
@@ -21,24 +22,6 @@ from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
 from localchat.kernels.int4_packing import GROUP_SIZES, TILE_ROWS, dequantize, padded_rows, unpack_scales
 from localchat.kernels.pdl import pdl_options
 from localchat.kernels.scaled_half import Squares, factor_options
-
-
-class Fragments(NamedTuple):
-    """int4_few_tokens: warps of a program, and tiles that a warp asks for at once."""
-
-    parts: int
-    batch: int
-    ahead: int = 0
-
-
-def settings_for(n: int, k: int) -> Fragments:
-    """How the kernel is launched. Measured on an H200, 2026-11-30 (NOTES.md).
-
-    Four warps everywhere. Batches of five are best where all programs find room at once (three a multiprocessor) or
-    are very many; of two where five would leave a few for later, and where K is long.
-    """
-    few_left = 3 * 132 < n // 16 <= 4 * 132
-    return Fragments(parts=4, batch=2 if few_left or k >= 16384 else 5)
 
 
 def int4_matmul_reference(
@@ -112,11 +95,11 @@ def int4_matmul(
 
     bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
-    settings: None: `settings_for`. use_ptx: the kernel's inline PTX or its plain twin; None: PTX on CUDA, where the
-    interpreter has none.
+    settings: None: the card's (cards.py). use_ptx: the kernel's inline PTX or its plain twin; None: PTX on CUDA, where
+    the interpreter has none.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together, or there are more than 32 tokens.
+        ValueError: shapes or dtypes do not belong together, or there are more than 64 tokens.
     """
     n = qweight.shape[0] if rows is None else rows
     y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device) if out is None else out
@@ -145,7 +128,8 @@ def _launch(
     tokens, k = x.shape
     if tokens > FEW_TOKENS:
         raise ValueError(f"int4_matmul: got {tokens} tokens, wanted up to {FEW_TOKENS}")
-    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, settings or settings_for(n, k))
+    chosen = settings or card_of(x.device).fragments(n, k)
+    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, chosen)
     factors, parts, eps, squares = factor_options(row_scale)
     gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
     int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS * launch["SETS"],)](

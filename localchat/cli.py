@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     args = parse_command_line(words)
     _add_settings(args)
+    _keep_compiled_kernels()
     if args.command in ("", "list"):
         from localchat import listing
 
@@ -77,6 +78,15 @@ def _add_settings(args: argparse.Namespace) -> None:
 
         for warning in settings.complete(args):
             _complain(f"localchat: {warning}")
+
+
+def _keep_compiled_kernels() -> None:
+    """Before anything imports Triton: its cache is part of ours, unless the user has said where it is."""
+    from localchat import store
+
+    folder = store.compiled_kernels()
+    if folder is not None:
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -129,6 +139,10 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.tune:
+        from localchat import tune_command
+
+        return tune_command.run(as_json=args.json)
     from localchat import doctor
 
     return doctor.print_findings(as_json=args.json)
@@ -164,15 +178,16 @@ def _quantize(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from localchat import listing
-    from localchat.prepare import packed_folder, synthetic_entry
+    from localchat.prepare import packed_folder, say, synthetic_entry
 
     what = (
         synthetic_entry(args.model) if args.synthetic else packed_folder(args.model, offline=args.offline, yes=args.yes)
     )
-    from localchat import bench, bench_grid
+    from localchat import bench, bench_grid, tuning
     from localchat.device import choose_device
 
     device = choose_device(args.gpu, args.vram)
+    tuning.settle(device, say)
     int8_kv = args.kv_cache == "int8"
     if args.prompt is None and args.depth is None:
         lengths = {"prompt_tokens": args.prompt_tokens, "decode_tokens": args.tokens}

@@ -4,9 +4,9 @@ The residual stream is fp32, products take fp16 inputs with a factor per row ("s
 step over few tokens, what stands between two products happens at the end of the first: SwiGLU, and of an RMSNorm its
 gain and the sums of its squares, of which the second makes the factor. So a block is few launches.
 
-A step over more than CROSSOVER tokens (prefill) goes another way: one matrix at a time is dequantised into bf16
-scratch, and the library's dense product reads that. It costs 2.5 times the matrix's size in traffic, which many tokens
-share, and reaches a rate that the packed product does not.
+A step over more tokens than the card's `crossover` (kernels/cards.py; prefill) goes another way: one matrix at a time
+is dequantised into bf16 scratch, and the library's dense product reads that. It costs 2.5 times the matrix's size in
+traffic, which many tokens share, and reaches a rate that the packed product does not.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from localchat.kernels.attention import attention_prefill
 from localchat.kernels.attention_decode import attention_decode
+from localchat.kernels.cards import card_of
 from localchat.kernels.gated_delta_net_decode import StepProduct, gated_delta_net_decode
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_few_tokens import FEW_TOKENS
@@ -33,8 +34,6 @@ from localchat.rope import Rotary
 if TYPE_CHECKING:
     from localchat.model import GatedDeltaNet, Linear, RMSNorm
 
-# Tokens of one step above which matrices are dequantised for the dense product. H200, 2026-11-30.
-CROSSOVER = 32
 # KV heads of attention, each of which counts arrivals; real models have up to 32.
 _MOST_KV_HEADS = 1024
 # What a product takes: scaled half (values, row scales or what they follow from), or bf16 values and None.
@@ -142,7 +141,8 @@ class CudaOps(ReferenceOps):
         return int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows), self._units[: len(values)]
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
-        rows = [x[i : i + CROSSOVER] for i in range(0, x.shape[0], CROSSOVER)]
+        few = card_of(x.device).settings.crossover
+        rows = [x[i : i + few] for i in range(0, x.shape[0], few)]
         parts = [self._product(rms_norm(part, norm.weight, norm.eps, half=True), head) for part in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -181,7 +181,7 @@ class CudaOps(ReferenceOps):
 
 
 def _few(x: Tensor) -> bool:
-    return x.shape[0] <= CROSSOVER
+    return x.shape[0] <= card_of(x.device).settings.crossover
 
 
 def _mixer_dtype(x: Tensor) -> torch.dtype:

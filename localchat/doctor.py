@@ -65,6 +65,7 @@ def findings() -> Iterator[Finding]:
         ("card", lambda: _cards(report)),
         ("triton", _triton),
         ("kernels", _kernels),
+        ("settings", _settings),
         ("bandwidth", _bandwidth),
         ("memory", _memory),
         ("disk", _disk),
@@ -73,7 +74,7 @@ def findings() -> Iterator[Finding]:
     ]
     torch_works = True
     for name, check in checks:
-        if not torch_works and name in ("card", "triton", "kernels", "bandwidth", "models"):
+        if not torch_works and name in ("card", "triton", "kernels", "settings", "bandwidth", "models"):
             continue
         for finding in _guarded(name, check):
             torch_works = torch_works and (name, finding.status) != ("torch", BAD)
@@ -171,7 +172,11 @@ def _triton() -> Iterator[Finding]:
         fix = "`pip install triton`" if needed else "nothing: only a card needs it"
         yield Finding("triton", BAD if needed else OK, f"is not installed ({error})", fix if needed else "")
         return
-    yield Finding("triton", OK, str(triton.__version__))
+    text, folder = "", os.environ.get("TRITON_CACHE_DIR")
+    if folder:
+        kept = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+        text = f"; {size_text(kept)} of compiled kernels in {folder}"
+    yield Finding("triton", OK, f"{triton.__version__}{text}")
 
 
 def _kernels() -> Iterator[Finding]:
@@ -199,6 +204,18 @@ def _kernels() -> Iterator[Finding]:
     )
     text = f"{found} {'agrees with' if good else f'is {error_size:.0%} off'} its reference"
     yield Finding("kernels", OK if good else BAD, text, "" if good else _NEWER_TORCH)
+
+
+def _settings() -> Iterator[Finding]:
+    """Of each card: where the way in which its kernels are launched comes from."""
+    import torch
+
+    from localchat import tuning
+
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        origin = tuning.origin(torch.device("cuda", index))
+        unmeasured = "not measured on this card yet: the first `run` does it, in some ten seconds"
+        yield Finding("settings", OK, f"{index}: {origin or unmeasured}")
 
 
 def _processor_error() -> float:

@@ -27,7 +27,7 @@ USAGE = {
     "pull": "MODEL [flags]",
     "list": "[--json]",
     "show": "MODEL [flags]",
-    "doctor": "[--json]",
+    "doctor": "[--tune] [--json]",
     "rm": "MODEL [flags]",
     "quantize": "SRC [-o DIR] [flags]",
     "bench": "MODEL [flags]",
@@ -127,6 +127,7 @@ def _show(parser: "Parser") -> None:
 
 
 def _doctor(parser: "Parser") -> None:
+    parser.flag("--tune", action="store_true", help="measure how the card's kernels are launched best, and keep it")
     _json(parser)
 
 

@@ -218,7 +218,9 @@ def ops_for(device: torch.device) -> ReferenceOps:
     if device.type == "cpu":
         return CpuOps()
     if device.type == "cuda":
+        from localchat import tuning
         from localchat.cuda_ops import CudaOps
 
+        tuning.adopt(device)
         return CudaOps(device)
     raise ValueError(f"ops_for: got device {device}, wanted cpu or cuda")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localchat import conversation_settings, ledger, one_answer, parameters, settings, slash
+from localchat import conversation_settings, ledger, one_answer, parameters, settings, slash, tuning
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
 from localchat.config import ModelConfig, load_config, read_json
@@ -56,6 +56,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     start = time.perf_counter()
     config = load_config(folder)
     device = choose_device(args.gpu, args.vram)
+    tuning.settle(device, say)
     memory, before = memory_on(device, args.vram), memory_used(device)[0]
     chosen = _fit(args, config, folder, memory)
     context, int8_kv = chosen.context, chosen.int8_kv

@@ -3,6 +3,8 @@
     <cache>/packed/<name>-<hash>/         one packed folder; the hash names source, revision, format and recipe
     <cache>/packed/<name>-<hash>.lock     held while somebody writes that folder
     <cache>/downloads/                    model files that did not come from the hub (the hub has its own cache)
+    <cache>/triton/                       kernels that were compiled for the card; Triton's own folder
+    <cache>/cards/                        how they are launched best: localchat/tuning.py
 
 <cache> is $LOCALCHAT_CACHE, else $XDG_CACHE_HOME/localchat, else ~/.cache/localchat. A folder that is being written
 is called *.partial, one that is being replaced *.old: neither counts. Nor does one in an older packed format: it is
@@ -51,6 +53,15 @@ def cache_dir() -> Path:
         return Path(own).expanduser().absolute()
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(xdg) if Path(xdg).is_absolute() else Path.home() / ".cache") / "localchat"
+
+
+def compiled_kernels() -> Path | None:
+    """Where Triton is to keep what it compiles; None: the user's variables say it, or it cannot be in our cache."""
+    if os.environ.get("TRITON_CACHE_DIR") or os.environ.get("TRITON_HOME"):
+        return None
+    folder = cache_dir() / "triton"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return folder if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else None
 
 
 def as_path(name: str) -> Path | None:

@@ -82,4 +82,8 @@ def _private_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("HOME", str(home))
     for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "LOCALCHAT_CACHE", "HF_HOME", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+    here = os.environ.get("TRITON_CACHE_DIR")  # the command sets it: that must not outlive a test
+    monkeypatch.setenv("TRITON_CACHE_DIR", here or "")
+    if not here:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
     return home

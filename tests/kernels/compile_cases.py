@@ -30,7 +30,7 @@ from localchat.kernels import (
     int4_matmul,
     int8_matmul,
 )
-from localchat.kernels.int4_matmul import Fragments
+from localchat.kernels.cards import TABLE, Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
 
@@ -296,13 +296,15 @@ def _few_tokens_cases() -> list[Case]:
         (128, True, 55296, 5120, "fp16", 8, None),
         (128, True, 5120, 5120, "fp32", 1, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(8, 2)),
+        (128, False, 5120, 5120, "fp16", 1, Fragments(4, 2)),
+        (128, False, 14336, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 1152, 896, "fp16", 1, None),
         (64, False, 9728, 896, "fp16", 1, None),
         (32, True, 3072, 576, "fp16", 8, None),
         (32, True, 3072, 1536, "fp16", 1, None),
         (32, True, 3072, 576, "fp32", 8, Fragments(4, 1)),
     ):
-        chosen = settings or int4_matmul.settings_for(n, k)
+        chosen = settings or TABLE["NVIDIA H200"].fragments(n, k)
         dtype = torch.float16 if scales == "fp16" else torch.float32
         launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, chosen)
         warps = launch.pop("num_warps")

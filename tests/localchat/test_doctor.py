@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from localchat import device, doctor, nvidia
+from localchat import device, doctor, nvidia, tuning
 from localchat.errors import UserError
 from localchat.ledger import CUDA_CONTEXT
 
@@ -136,6 +136,32 @@ def test_a_card_that_cannot_run_the_kernels(
     assert "bad  kernels    Card is there, but Triton cannot compile" in text
     assert "fix: install a C compiler" in text
     assert text.endswith("no model can run here before what is bad is mended\n")
+
+
+def test_where_a_cards_settings_come_from(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known, measured here, and neither; nothing is measured by looking."""
+    origins = iter(["measured 2026-12-01 in 6 s, kept in /x", ""])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(tuning, "origin", lambda device: next(origins))
+    assert [(finding.status, finding.text) for finding in doctor._settings()] == [
+        ("ok", "0: measured 2026-12-01 in 6 s, kept in /x"),
+        ("ok", "1: not measured on this card yet: the first `run` does it, in some ten seconds"),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(doctor._settings()) == []
+
+
+def test_where_compiled_kernels_are(command: Callable[..., Any], environment: dict[str, str], tmp_path: Path) -> None:
+    """In the cache, unless the user says otherwise."""
+    (tmp_path / "kernel.cubin").write_bytes(b"x" * 3_000_000)
+    for variables, folder, size in (
+        ({"TRITON_CACHE_DIR": ""}, f"{environment['HOME']}/.cache/localchat/triton", "0 MB"),
+        ({"TRITON_CACHE_DIR": str(tmp_path)}, str(tmp_path), "3 MB"),
+    ):
+        said = json.loads(command("doctor", "--json", **variables, **NOWHERE).stdout)
+        assert of("triton", said["findings"])["text"].endswith(f"; {size} of compiled kernels in {folder}")
+    said = json.loads(command("doctor", "--json", TRITON_CACHE_DIR="", TRITON_HOME=str(tmp_path), **NOWHERE).stdout)
+    assert "compiled" not in of("triton", said["findings"])["text"]
 
 
 def test_a_wrong_product_of_the_processor_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,3 +189,32 @@ def test_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOCALCHAT_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="LOCALCHAT_CACHE"):
         store.target(Fetched(Path(), HUB, "abc"))
+
+
+def test_where_compiled_kernels_belong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not where the user's variables say it, nor where nothing can be written."""
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert store.compiled_kernels() == store.cache_dir() / "triton"
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "/elsewhere")
+            assert store.compiled_kernels() is None
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCALCHAT_CACHE", str(tmp_path / "file" / "cache"))
+    assert store.compiled_kernels() is None
+
+
+def test_triton_is_told_before_it_is_imported() -> None:
+    program = (
+        "import os, sys\n"
+        "from localchat import store\n"
+        "from localchat.cli import main\n"
+        "ask = store.compiled_kernels\n"
+        "store.compiled_kernels = lambda: sys.exit('too late') if 'triton' in sys.modules else ask()\n"
+        "main(['list'])\n"
+        "assert os.environ['TRITON_CACHE_DIR'] == str(store.cache_dir() / 'triton')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
