@@ -318,4 +318,5 @@ def decode_blocks(head_dim: int, element_size: int) -> tuple[int, int]:
 
 def parts_at_once(splits: int, rows: int, head_dim: int) -> int:
     """Parts that are loaded together when they are put together: as many as fit in a program's registers."""
-    return max(1, min(triton.next_power_of_2(splits), _COMBINED // (rows * head_dim)))
+    at_most: int = triton.next_power_of_2(splits)
+    return max(1, min(at_most, _COMBINED // (rows * head_dim)))
