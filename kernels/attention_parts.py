@@ -110,4 +110,5 @@ def attention_join(parts: Tensor, stats: Tensor, gate: Tensor | None, out: Tenso
 
 def parts_at_once(splits: int, rows: int, head_dim: int) -> int:
     """Parts that are loaded together when they are put together: as many as fit in a program's registers."""
-    return max(1, min(triton.next_power_of_2(splits), _COMBINED // (rows * head_dim)))
+    at_most: int = triton.next_power_of_2(splits)
+    return max(1, min(at_most, _COMBINED // (rows * head_dim)))

@@ -26,6 +26,7 @@ from localchat.kernels.activations import silu
 from localchat.kernels.checks import check_tensor
 from localchat.kernels.gated_delta_net import L2_EPS, check_gated_delta_net, step_and_decay
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.int8_codes import exact
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import UNIT, Squares, factor_options, in_units
 
@@ -63,21 +64,11 @@ def _codes(row_ptr, at, K, BLOCK_K: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _exact(codes):
-    """INT8 codes in fp32 by integer instructions, of which a card does four times as many as of conversions.
-
-    From 2^23 on fp32 counts in ones: the last byte of such a number holds code + 128.
-    """
-    number = ((codes.to(tl.int32) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True)
-    return number - 8388736.0
-
-
-@triton.jit
 def _dot(codes, x, STEPS: tl.constexpr):
     """[N, M] each -> [N], of which the sum is the product."""
-    products = _exact(codes[0]) * x[0]
+    products = exact(codes[0]) * x[0]
     for step in tl.static_range(1, STEPS):
-        products += _exact(codes[step]) * x[step]
+        products += exact(codes[step]) * x[step]
     return tl.sum(products, 1)
 
 

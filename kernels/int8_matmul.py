@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.int8_codes import exact
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 
@@ -44,7 +45,7 @@ def _add_products(acc, weights, x_ptr, first, K, BLOCK_K: tl.constexpr, STEPS: t
     for step in tl.static_range(STEPS):
         k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
-        acc += weights[step].to(tl.float32) * x[None, :]
+        acc += exact(weights[step]) * x[None, :]
     return acc
 
 

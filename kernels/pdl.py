@@ -10,7 +10,7 @@ first, as no load passes it), calls `wait_for_previous(PDL)` before its first ac
 the step writes or reads, in every program, and is launched with `**pdl_options(tensor)`. All of its programs wait, so
 whoever waits for it has waited for everything before it as well. A step begins with a plain launch (mark_seen; on the
 CPU's side of it, a copy), which waits for the step before to end: what only an earlier step has written, such as a
-recurrent state or the position, may be read before the wait.
+recurrent state, the rows of earlier tokens or the position, may be read before the wait.
 """
 
 import functools

@@ -93,9 +93,10 @@ class CudaOps(ReferenceOps):
         qkv, gate = split_gate(qkv, keys) if gated else (qkv, None)
         angles = (rope.cos, rope.sin, rope.positions)
         if qkv.shape[0] == 1:
-            heads = (qkv, q_weight, k_weight, eps)
-            launch = {"splits": max(1, self._multiprocessors // keys.shape[0]), "arrivals": self._arrivals}
-            return attention_decode(*heads, *angles, keys, values, **launch, gate=gate, scales=scales, units=True)
+            splits = max(1, self._multiprocessors // keys.shape[0])
+            heads = (qkv, q_weight, k_weight, eps, *angles, keys, values)
+            counters = self._arrivals
+            return attention_decode(*heads, splits=splits, arrivals=counters, gate=gate, scales=scales, units=True)
         q = rope_kv_write(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales)
         cached, dtype, fill = (keys, values, rope.positions), _mixer_dtype(q), self._multiprocessors
         return attention_prefill(q, *cached, gate=gate, scales=scales, dtype=dtype, multiprocessors=fill)

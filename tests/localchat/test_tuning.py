@@ -277,7 +277,7 @@ def test_tune_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune_command.report(RTX, FOUND, as_json=True) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["identity"]["name"] == RTX.name
-    assert said["settings"]["long"] == [8, 2]
+    assert said["settings"]["long"] == [8, 2, 0]
     assert said["in_table"] is False
 
 
