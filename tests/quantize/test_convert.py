@@ -354,6 +354,16 @@ def test_recipes_without_meaning(make_hf: Make, tmp_path: Path, recipe: Recipe, 
     assert leaves_nothing(tmp_path)
 
 
+def test_a_file_of_a_folder_and_a_folder_of_files(
+    make_hf: Make, make_gguf: Make, config_of: Make, weights_of: Make
+) -> None:
+    file = make_gguf(config_of(), weights_of(config_of()))
+    with pytest.raises(UserError, match=rf"give the path of one, such as {file}"):
+        open_source(file.parent)
+    with pytest.raises(UserError, match="give the folder that it is in"):
+        open_source(make_hf() / "model.safetensors")
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such model folder"):
         packed(tmp_path / "nothing", tmp_path / "out")
