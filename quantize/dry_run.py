@@ -46,9 +46,11 @@ def plan_lines(config: ModelConfig, recipe: Recipe, source: Source | None, folde
         f"{free_space(folder) / 1e9:.1f} GB are free in {folder}"
     )
     kept = kept_by(config) if source is None else source.kept_format
-    if kept == TensorFormat(4, recipe.group_size, recipe.symmetric):
-        recipe = replace(recipe, search=False, method="rtn")  # nothing is searched or measured where levels are kept
-    yield time_line(matrices, recipe, source)
+    if kept != TensorFormat(4, recipe.group_size, recipe.symmetric):
+        yield time_line(matrices, recipe, source)
+        return
+    rest = "; matrices that are not 4 bit yet are calibrated on top" if recipe.method == "gptq" else ""
+    yield time_line(matrices, replace(recipe, search=False, method="rtn"), source) + rest  # levels that are kept
 
 
 def format_text(form: TensorFormat) -> str:

@@ -128,6 +128,13 @@ def test_exceptions_and_calibration_are_said(talker: Make, capsys: pytest.Captur
     assert "calibration" not in second
 
 
+def test_levels_that_are_kept_are_not_calibrated(make_quantised: Make) -> None:
+    source, _ = make_quantised(awq, {"quant_method": "awq", "bits": 4, "group_size": 32})
+    last = lines_of(source, Recipe(32, False, method="gptq"))[-1]
+    assert "s of calibration" not in last and last.endswith("; matrices that are not 4 bit yet are calibrated on top")
+    assert "calibrat" not in lines_of(source, Recipe(32, False))[-1]
+
+
 def test_what_would_fail_is_said(make_hf: Make, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="matches no matrix"):
         lines_of(make_hf(), Recipe(32, False, keep=(("nothing", 8),)))

@@ -150,7 +150,7 @@ def test_steps_whose_inverse_is_infinite(symmetric: bool) -> None:
     assert float((got - w).norm() / w.norm()) < 0.3
 
 
-@pytest.mark.parametrize("k", [96, 192, 576])
+@pytest.mark.parametrize("k", [96, 192, 576, 896, 4864])
 def test_widths_that_are_no_multiple_of_a_block(k: int) -> None:
     w, x = problem(n=8, k=k)
     found = quantize_gptq(w, hessian_of([x]), 32, True)
