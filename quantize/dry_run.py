@@ -49,8 +49,8 @@ def plan_lines(config: ModelConfig, recipe: Recipe, source: Source | None, folde
     if kept != TensorFormat(4, recipe.group_size, recipe.symmetric):
         yield time_line(matrices, recipe, source)
         return
-    rest = "; matrices that are not 4 bit yet are calibrated on top" if recipe.method == "gptq" else ""
-    yield time_line(matrices, replace(recipe, search=False, method="rtn"), source) + rest  # levels that are kept
+    calibrated = "; matrices that are not 4 bit yet are calibrated on top" if recipe.method == "gptq" else ""
+    yield time_line(matrices, replace(recipe, search=False, method="rtn"), source) + calibrated  # levels are kept
 
 
 def format_text(form: TensorFormat) -> str:
