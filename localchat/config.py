@@ -22,13 +22,10 @@ _TEXT_MODELS = {"qwen3_5_text": "qwen3_5"}
 GROUP_SIZES = (32, 64, 128)  # both as in kernels/int4_packing.py (which imports torch)
 TILE_ROWS = 16
 
-# Families people will try, with what to say of them. Everything else is "not one of ...".
-_KNOWN_UNSUPPORTED = {
-    **dict.fromkeys(
-        ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "mixtral"),
-        "mixture-of-experts models are not supported, use a dense one such as qwen3.5-27b",
-    ),
-}
+NO_EXPERTS = "mixture-of-experts models are not supported, use a dense one such as qwen3.5-27b"
+# Families of such that do not say so in their name, and the keys that count the experts of every other one.
+_WITH_EXPERTS = ("qwen3_next", "qwen4_exp", "mixtral")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -325,11 +322,15 @@ def _model_type(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """
     if text.get("model_type") is None:
         raise BadCheckpoint(f"config.json: names no model_type; known architectures are {', '.join(ARCHITECTURES)}.")
+    counted = next((key for key in _EXPERTS if text.get(key) not in (None, 0, 1)), "")
     for given in (text["model_type"], raw.get("model_type", text["model_type"])):
         model_type = _TEXT_MODELS.get(str(given), str(given))
         if model_type not in ARCHITECTURES:
-            reason = _KNOWN_UNSUPPORTED.get(model_type, f"known architectures are {', '.join(ARCHITECTURES)}")
+            experts = counted or "moe" in model_type or model_type in _WITH_EXPERTS
+            reason = NO_EXPERTS if experts else f"known architectures are {', '.join(ARCHITECTURES)}"
             raise BadCheckpoint(f"config.json: model_type {model_type!r} cannot be run: {reason}.")
+    if counted:
+        raise BadCheckpoint(f"config.json: {counted} = {text[counted]!r} cannot be run: {NO_EXPERTS}.")
     return model_type
 
 
@@ -366,8 +367,6 @@ def _refuse_what_would_be_wrong(text: Mapping[str, Any], hybrid: bool) -> None:
         "logit_scale": (1,),
         "attn_logit_softcapping": (),
         "final_logit_softcapping": (),
-        "num_experts": (0,),
-        "num_local_experts": (0, 1),
         "attn_output_gate": (hybrid,),
     }
     if hybrid:  # output_gate_type is the activation of the delta net's own gate; attention's is always a sigmoid

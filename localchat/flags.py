@@ -139,7 +139,8 @@ def _rm(parser: "Parser") -> None:
 
 def _quantize(parser: "Parser") -> None:
     parser.positional("source", metavar="SRC", help="a folder with safetensors, a .gguf, an alias or a hub id")
-    parser.flag("-o", "--output", metavar="DIR", file=True, help="the folder to write (default: the user's cache)")
+    text = "the folder to write (default: the user's cache)"
+    parser.flag("-o", "--output", metavar="DIR", file=True, convert=values.path, help=text)
     parser.flag("--group-size", type=int, choices=GROUP_SIZES, help="weights per scale")
     parser.flag("--sym", action="store_true", help="one scale per group (default for large models, groups of 128)")
     parser.flag("--min", action="store_true", help="scale and minimum (default for small models, groups of 32)")
@@ -148,7 +149,7 @@ def _quantize(parser: "Parser") -> None:
     method = "rtn rounds with searched scales; gptq calibrates, better and slower (default: rtn)"
     parser.flag("--method", choices=METHODS, default="rtn", help=method)
     calib = "a text to calibrate with, instead of the one that is shipped"
-    parser.flag("--calib", metavar="FILE", file=True, help=calib)
+    parser.flag("--calib", metavar="FILE", file=True, convert=values.path, help=calib)
     uniform = "one format for all matrices, no exceptions for sensitive ones"
     parser.flag("--uniform", action="store_true", help=uniform)
     keep = {"metavar": "REGEX=bf16|int8", "help": "tensors to keep wider"}

@@ -15,7 +15,7 @@ from localchat.errors import BadCheckpoint
 USE_INSTEAD = "use the unquantised repository, or its GPTQ, AWQ, compressed-tensors (INT4), FP8 or GGUF version"
 _GROUP_SIZES = (128, 64, 32)  # as in kernels/int4_packing.py
 # Tools and formats people will meet, in the words of their users. Another one is named as it names itself.
-_NAMES = {"bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4", "modelopt": "NVIDIA's ModelOpt"}
+_NAMES = {"mxfp4": "MXFP4", "modelopt": "NVIDIA's ModelOpt", "hqq": "HQQ"}
 _CONTAINERS = ("pack-quantized", "float-quantized", "naive-quantized")  # compressed-tensors' formats that are read
 
 

@@ -124,6 +124,7 @@ class DecodeGraph:
     def _set(self, token: int, position: int, sampling: "Sampling | None") -> None:
         """Bring the device tensors to these values; nothing to do while a reply goes on."""
         held_token, held_position, held_sampling = self._now
+        self._now = (-1, -1, None)  # whatever interrupts this has changed some of them
         if (held_token, held_position) != (token, position):
             self._token.fill_(token)
             self._position.fill_(position)

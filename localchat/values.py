@@ -14,6 +14,13 @@ Think = bool | str | int  # on or off, one of EFFORTS, or the most tokens of a t
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
+def path(text: str) -> str:
+    """What names a file or a folder: an empty variable of a shell does not."""
+    if not text.strip():
+        raise UsageError("an empty text is no path.")
+    return text
+
+
 def positive(text: str) -> int:
     """A whole number from 1."""
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:

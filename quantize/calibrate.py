@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localchat.errors import BadCheckpoint
 from localchat.model import Block, Linear
-from localchat.quantize.calibration_text import calibration_windows
+from localchat.quantize.calibration_text import calibration_windows, check_ids
 from localchat.quantize.gptq import hessian_of
 from localchat.quantize.layerwise import SourceWeights, Stream, dense, fast_products
 from localchat.quantize.plan import Matrix, Recipe
@@ -45,9 +45,7 @@ class Calibration:
         self._block: Block | None = None
         self._mixed = False  # the stream is behind the mixer of the present layer
         self._known: tuple[str, Tensor] | None = None  # the last measurement, by the norm in front of it
-        highest, rows = max(max(window) for window in windows), source.shapes["embed_tokens.weight"][0]
-        if highest >= rows:
-            raise BadCheckpoint(f"{source.name}: its tokenizer gives the id {highest}, its embedding has {rows} rows.")
+        check_ids(source, windows)
         self._stream = self._weights.stream(windows, device)
         self._windows = windows
 

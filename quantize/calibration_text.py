@@ -14,6 +14,7 @@ from pathlib import Path
 
 from localchat.errors import BadCheckpoint, UserError
 from localchat.quantize.layerwise import WINDOW
+from localchat.quantize.source import Source
 from localchat.template import ChatTemplate
 from localchat.tokenizer import Segment, Tokenizer
 
@@ -49,6 +50,17 @@ def report_windows(files: Mapping[str, bytes], path: Path | None = None, tokens:
     return _windows(files, found if path else found[::_HELD_OUT], path or SHIPPED, tokens)
 
 
+def check_ids(source: Source, windows: Sequence[Sequence[int]]) -> None:
+    """Refuse a tokenizer that is another model's.
+
+    Raises:
+        BadCheckpoint: an id has no row in the embedding.
+    """
+    highest, rows = max(max(window) for window in windows), source.shapes["embed_tokens.weight"][0]
+    if highest >= rows:
+        raise BadCheckpoint(f"{source.name}: its tokenizer gives the id {highest}, its embedding has {rows} rows.")
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -61,8 +73,11 @@ def _windows(files: Mapping[str, bytes], found: Sequence[tuple[str, str]], path:
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
-        for document in _encoded(found, Path(folder)):
-            ids += document
+        try:
+            for document in _encoded(found, Path(folder)):
+                ids += document
+        except BadCheckpoint as error:  # which names the place where the files are for a moment
+            raise BadCheckpoint(str(error).replace(folder, "the model")) from error
     if len(ids) < _FEWEST_TOKENS:
         raise UserError(f"{path}: has {len(ids)} tokens, which are too few to measure with; give a longer text.")
     windows = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]

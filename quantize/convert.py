@@ -71,12 +71,19 @@ def open_source(path: Path) -> Source:
 
     Raises:
         BadCheckpoint: it is damaged, incomplete or of an unknown kind.
-        UserError: there is nothing at `path`.
+        UserError: there is nothing at `path`, or a part of a model, or several models.
     """
     if path.is_dir():
         from localchat.quantize.hf import open_hf
 
+        found = sorted(path.glob("*.gguf"))
+        if found and not (path / "config.json").exists():
+            raise UserError(
+                f"{path}: holds .gguf files and no model folder's; give the path of one, such as {found[0]}."
+            )
         return open_hf(path)
+    if path.suffix == ".safetensors":
+        raise UserError(f"{path}: is a part of a model; give the folder that it is in.")
     if path.is_file():
         from localchat.quantize.gguf import open_gguf
 

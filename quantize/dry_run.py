@@ -1,24 +1,16 @@
 """What a conversion would do, without doing it: each matrix with its bits and bytes, the sum, and an estimated time."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-import torch
-
 from localchat.config import ModelConfig, TensorFormat
-from localchat.quantize.pack_matrix import pack_matrix
 from localchat.quantize.plan import Matrix, Recipe, check_recipe, kept_by, plan, upper_size
-from localchat.quantize.read_ahead import Loaded
 from localchat.quantize.source import Source, check, expected_shapes, has_mtp, mtp_shapes
-from localchat.quantize.steps import Step, biases_of, most_bytes, weights_of
+from localchat.quantize.steps import biases_of, most_bytes, weights_of
+from localchat.quantize.time_estimate import time_line
 from localchat.transfer import free_space
-
-# Weights of a sample: so many that a card's launches, or a processor's threads, do not count.
-_SAMPLE = {"cpu": 1 << 20, "cuda": 1 << 26}
-_READ = 256 << 20  # bytes of the source that are read to see how fast it is
 
 
 def plan_lines(config: ModelConfig, recipe: Recipe, source: Source | None, folder: Path) -> Iterator[str]:
@@ -28,8 +20,9 @@ def plan_lines(config: ModelConfig, recipe: Recipe, source: Source | None, folde
     folder would be made; only its free space is looked at.
 
     Raises:
-        BadCheckpoint: the source is incomplete.
+        BadCheckpoint: the source is incomplete, or has no tokenizer to calibrate with.
         UsageError: the recipe has no meaning.
+        UserError: the text to calibrate with cannot be read, or is too short.
     """
     check_recipe(recipe)
     if source is not None:
@@ -53,10 +46,11 @@ def plan_lines(config: ModelConfig, recipe: Recipe, source: Source | None, folde
         f"{free_space(folder) / 1e9:.1f} GB are free in {folder}"
     )
     kept = kept_by(config) if source is None else source.kept_format
-    if kept == TensorFormat(4, recipe.group_size, recipe.symmetric):
-        recipe = replace(recipe, search=False)  # nothing is searched where levels are kept
-    calibrated = "; the calibration comes on top, and is not in this" if recipe.method == "gptq" else ""
-    yield _time_line(matrices, recipe, source) + calibrated
+    if kept != TensorFormat(4, recipe.group_size, recipe.symmetric):
+        yield time_line(matrices, recipe, source)
+        return
+    calibrated = "; matrices that are not 4 bit yet are calibrated on top" if recipe.method == "gptq" else ""
+    yield time_line(matrices, replace(recipe, search=False, method="rtn"), source) + calibrated  # levels are kept
 
 
 def format_text(form: TensorFormat) -> str:
@@ -88,54 +82,3 @@ def _is_wide(matrix: Matrix, config: ModelConfig) -> bool:
     if kept is None or kept.symmetric or form.symmetric or form.bits != 4 or not matrix.name.startswith("layers."):
         return False
     return kept.group_size % form.group_size == 0
-
-
-def _time_line(matrices: Sequence[Matrix], recipe: Recipe, source: Source | None) -> str:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    arithmetic = _arithmetic_seconds(matrices, recipe, device)
-    if source is None:
-        return f"about {arithmetic:.0f} s of arithmetic on {device} (measured on samples), beside reading and writing"
-    reading = _reading_seconds(source)
-    return (
-        f"about {max(arithmetic, reading):.0f} s on {device}: {arithmetic:.0f} s of arithmetic, beside it "
-        f"{reading:.0f} s of reading (measured on samples; the writing is not)"
-    )
-
-
-def _arithmetic_seconds(matrices: Sequence[Matrix], recipe: Recipe, device: str) -> float:
-    """The matrices' weights, at the speed of a sample of random ones of each format and width."""
-    total, rates = 0.0, dict[tuple[TensorFormat, int], float]()
-    for m in matrices:
-        n, k = m.shape
-        kind = (m.format, k)
-        if kind not in rates:
-            rows = max(1, min(n, _SAMPLE[device] // k))
-            sample = replace(m, parts=("sample",), shape=(rows, k), bias=False, norm="")
-            _pack_random(sample, recipe, device)  # the first time of anything takes longer
-            start = time.perf_counter()
-            _pack_random(sample, recipe, device)
-            rates[kind] = (time.perf_counter() - start) / (rows * k)
-        total += rates[kind] * n * k
-    return total
-
-
-def _pack_random(matrix: Matrix, recipe: Recipe, device: str) -> None:
-    weight = torch.randn(matrix.shape, device=device).to(torch.bfloat16)
-    (name,) = weights_of(matrix)
-    loaded = Loaded(Step(matrix.name, matrix, (name,)), {name: weight}, {name: None})
-    for tensor in pack_matrix(matrix, loaded, recipe).values():
-        tensor.view(-1)[:1].cpu()  # wait for it
-
-
-def _reading_seconds(source: Source) -> float:
-    """The source's bytes, at the speed of its first matrices."""
-    start, read = time.perf_counter(), 0
-    for name in source.shapes:
-        if len(source.shapes[name]) == 2 and source.nbytes(name) <= _READ:
-            if source.codes(name) is None:
-                source.read(name)
-            read += source.nbytes(name)
-            if read >= _READ:
-                break
-    total = sum(map(source.nbytes, source.shapes))
-    return (time.perf_counter() - start) * total / max(read, 1)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 
+from localchat.config import NO_EXPERTS
 from localchat.errors import BadCheckpoint
 
 # Keys under the architecture's name, with the value that changes nothing.
-_REFUSED = {"expert_count": 0, "attention.sliding_window": 0, "attention.clamp_kqv": 0, "attention.scale": 0}
+_REFUSED = {"attention.sliding_window": 0, "attention.clamp_kqv": 0, "attention.scale": 0}
 # The architecture -> transformers' model_type and the beginning of its class names.
 _ARCHITECTURES = {
     "llama": ("llama", "Llama"),
@@ -90,17 +91,28 @@ class Metadata:
         return value
 
 
-def config_from(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    """The content of config.json.
+def check_architecture(metadata: Metadata) -> None:
+    """Refuse a model of a kind that cannot be run.
 
     Raises:
-        BadCheckpoint: another architecture, a missing key, or a value that would be computed wrongly.
+        BadCheckpoint: naming it.
+    """
+    arch, path = metadata.arch, metadata.path
+    experts = metadata.count(f"{arch}.expert_count", 0)
+    if experts or "moe" in arch:
+        counted = f"{arch}.expert_count = {experts}" if experts else f"the architecture {arch!r}"
+        raise BadCheckpoint(f"{path}: {counted} cannot be run: {NO_EXPERTS}.")
+    if arch not in _ARCHITECTURES:
+        raise BadCheckpoint(f"{path}: the architecture {arch!r} is not supported (known: {', '.join(_ARCHITECTURES)}).")
+
+
+def config_from(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+    """The content of config.json, of an architecture that `check_architecture` has passed.
+
+    Raises:
+        BadCheckpoint: a missing key, or a value that would be computed wrongly.
     """
     arch = metadata.arch
-    if arch not in _ARCHITECTURES:
-        raise BadCheckpoint(
-            f"{metadata.path}: the architecture {arch!r} is not supported (known: {', '.join(_ARCHITECTURES)})."
-        )
     model_type, class_name = _ARCHITECTURES[arch]
     for key, harmless in _REFUSED.items():
         value = metadata.value(f"{arch}.{key}")

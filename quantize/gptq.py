@@ -9,6 +9,7 @@ Columns are rounded one after the other; what the rounding of column j loses, th
 Groups of inputs come in the order in which they are stored, so that the format stays as it is; inside a group the
 column with the most energy (H_jj) comes first, when there still are others that can make good for it. The scale (and
 min) of a group is searched when its turn comes, over the columns as they are by then, weighted by energy (scales.py).
+A group of zeros stays zero, whatever is fed back into it.
 
 Updates are lazy: inside a block of 128 columns at once, behind it once for the whole block as one product. W is
 transposed, so that a column of it lies in one piece.
@@ -24,7 +25,7 @@ from torch import Tensor
 from localchat.quantize.scales import quantize_int4, storage_dtype
 
 _BLOCK = 128  # columns
-_ROWS = 512  # that one worker of a CPU takes at once; always so many, so that every machine gives the same bytes
+ROWS = 512  # that one worker of a CPU takes at once; always so many, so that every machine gives the same bytes
 # Part of the mean energy that is added to the diagonal of H: the first that lets it be factorised. Then H's diagonal.
 _DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0, 10.0)
 
@@ -53,7 +54,7 @@ def quantize_gptq(
     energy = hessian.diagonal().clamp_min(0)
     order = _order(energy, group_size)
     task = _Task(order, energy[order], _factor(hessian[order][:, order]), group_size, symmetric)
-    rows = _ROWS if w.device.type == "cpu" else len(w)
+    rows = ROWS if w.device.type == "cpu" else len(w)
     blocks = [w[i : i + rows] for i in range(0, len(w), rows)]
     each, dtype = map if pool is None else pool.map, storage_dtype(w, group_size, symmetric)
     solved = list(each(lambda block: task.solve(block, dtype), blocks))
@@ -77,6 +78,7 @@ class _Task:
         """Rows W [n, K] -> codes uint8 [n, K], scales and mins [n, K/G] in `dtype`; mins are 0 if symmetric."""
         (n, k), upper = w.shape, self.upper
         left = w.float().t()[self.order].contiguous()  # [K, n]: what is still to be rounded
+        empty = (w.reshape(n, -1, self.group_size) == 0).all(dim=-1).t()  # [K/G, n]
         codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
         scales = torch.zeros(k // self.group_size, n, dtype=dtype, device=w.device)
         mins = torch.zeros_like(scales)
@@ -85,6 +87,7 @@ class _Task:
             errors = torch.empty(end - start, n, device=w.device)
             for first in range(start, end, self.group_size):
                 group = first // self.group_size
+                left[first : first + self.group_size].masked_fill_(empty[group], 0.0)
                 levels = self._levels(left[first : first + self.group_size], first, dtype)
                 scales[group], mins[group] = levels.scales, levels.mins
                 for j in range(first, first + self.group_size):
@@ -111,11 +114,11 @@ class _Levels:
         self.scales, self.mins = scales, mins
         self._step = scales.float()
         self._low = -8 * self._step if symmetric else mins.float()
-        self._inverse = torch.where(self._step == 0, 0.0, 1 / self._step)  # a group of zeros
+        self._divisor = torch.where(self._step == 0, 1.0, self._step)  # all levels of a group of zeros are one
 
     def round(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """One column [N] -> its codes 0..15 (float), and what they stand for."""
-        codes = torch.sub(w, self._low).mul_(self._inverse).round_().clamp_(0, 15)
+        codes = torch.sub(w, self._low).div_(self._divisor).round_().clamp_(0, 15)
         return codes, torch.addcmul(self._low, codes, self._step)
 
 

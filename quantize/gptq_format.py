@@ -12,6 +12,7 @@ Source: the packing code of AutoGPTQ and GPTQModel.
 """
 
 from localchat.errors import BadCheckpoint
+from localchat.foreign import USE_INSTEAD
 from localchat.quantize.codes import Codes, Layout
 from localchat.quantize.parts import Parts, fields
 
@@ -29,7 +30,9 @@ def layout(parts: Parts) -> Layout:
     k = given[0] if len(given) == 1 and given[0] else words * 32 // parts.foreign.bits
     bits = words * 32 // max(k, 1)
     if bits not in (4, 8) or words * 32 != k * bits:
-        raise BadCheckpoint(f"{parts.name}.qweight has {words} words for {k} inputs, wanted 4 or 8 bits of each.")
+        raise BadCheckpoint(
+            f"{parts.name}.qweight has {words} words for {k} inputs, wanted 4 or 8 bits of each: {USE_INSTEAD}."
+        )
     groups = parts.matrix_shape("scales")[0]
     group_of = parts.group_of(k, groups, parts.foreign.group_size, "g_idx")
     return Layout((n, k), bits, groups, group_of, parts.foreign.symmetric)

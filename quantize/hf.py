@@ -6,6 +6,7 @@ has quantised is read by that tool's rules (quantised.py), or refused by its nam
 
 import hashlib
 import json
+from collections.abc import Collection
 from math import prod
 from pathlib import Path
 
@@ -24,13 +25,18 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "langua
 # Buffers that old checkpoints carry; they follow from the config.
 _BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4}
-# A tensor suffix that shows which tool has quantised a checkpoint whose config.json is silent about it.
+# A tensor suffix that shows which tool has quantised a checkpoint whose config.json is silent about it: the first one.
 _QUANTISED = {
     ".qweight": "GPTQ or AWQ",
     ".weight_packed": "compressed-tensors",
     ".weight_scale_inv": "FP8",
-    ".weight_scale": "compressed-tensors",
-    ".quant_map": "bitsandbytes",
+    ".weight_scale_2": "NVIDIA's ModelOpt (NVFP4)",
+    ".weight_scale": "compressed-tensors or NVIDIA's ModelOpt",
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes (int8)",
+    ".W_q": "HQQ",
+    "_blocks": "MXFP4",
+    ".biases": "MLX",
 }
 
 
@@ -150,13 +156,9 @@ def _stored(
     matrices, plain = by_matrix(names) if foreign else ({}, names)
     expected = expected_shapes(config) if matrices else {}
     stored: dict[str, str | QuantisedMatrix] = {}
+    if not foreign:
+        _refuse_quantised(folder, plain.values())
     for canonical, name in plain.items():
-        suffix = next((suffix for suffix in _QUANTISED if name.endswith(suffix)), None)
-        if suffix:
-            raise BadCheckpoint(
-                f"{folder}: {name} is quantised by {_QUANTISED[suffix]}, but config.json has no quantization_config "
-                f"that says how: {USE_INSTEAD}."
-            )
         if shards.dtype(name) not in _FLOATS:
             raise BadCheckpoint(
                 f"{folder}: {name} has the dtype {shards.dtype(name)}, wanted one of {', '.join(_FLOATS)}."
@@ -175,6 +177,16 @@ def _stored(
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{folder}: {error}") from error
     return stored
+
+
+def _refuse_quantised(folder: Path, names: Collection[str]) -> None:
+    """Name the tool that has quantised some of these tensors, of which config.json does not speak."""
+    for suffix, tool in _QUANTISED.items():
+        for name in (name for name in names if name.endswith(suffix)):
+            raise BadCheckpoint(
+                f"{folder}: {name} is quantised by {tool}, but config.json has no quantization_config that says how: "
+                f"{USE_INSTEAD}."
+            )
 
 
 def _canonical_names(

@@ -6,6 +6,7 @@ the tensor. Everything else is read by its source: of one that has 4 or 8 bits i
 conversion here.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,8 @@ from localchat.quantize.source import Grid, Source
 from localchat.quantize.steps import Step, weights_of
 from localchat.shards import Span
 from localchat.upload import Copier, pieces_of
+
+_LARGEST = 2.0**120  # twice 16 times as much is still far from fp32's infinity
 
 
 @dataclass
@@ -125,8 +128,12 @@ def check_finite(source: Source, name: str, tensor: Tensor) -> None:
     """Refuse a tensor of which no scale would have a meaning.
 
     Raises:
-        BadCheckpoint: it holds NaN or infinity.
+        BadCheckpoint: it holds NaN, infinity, or what is so large that a range or a product would be infinite.
     """
-    low, high = torch.aminmax(tensor)
-    if not (torch.isfinite(low) and torch.isfinite(high)):
+    low, high = (float(extreme) for extreme in torch.aminmax(tensor))
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise BadCheckpoint(f"{source.name}: {name} holds NaN or infinite values, so the checkpoint is damaged.")
+    if max(high, -low) > _LARGEST:
+        raise BadCheckpoint(
+            f"{source.name}: {name} holds a value of {max(high, low, key=abs):.1e}, so the checkpoint is damaged."
+        )

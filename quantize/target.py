@@ -54,8 +54,8 @@ def downloads_path(out: Path) -> Path:
 def partial_folder(out: Path, *, resume: bool = False) -> Iterator[Path]:
     """`out`.partial, ours alone; removed when anything goes wrong before it was moved into place.
 
-    It is empty, unless `resume`: then it holds what an earlier run has left, and what this one has done stays for the
-    next, whatever happens, except where the source itself is at fault.
+    It is empty, unless `resume`: then it holds what an earlier run has left, and what this one has done, if anything,
+    stays for the next, whatever happens, except where the source itself is at fault.
 
     Raises:
         UserError: another process is writing it, or it holds files that no conversion writes.
@@ -72,7 +72,7 @@ def partial_folder(out: Path, *, resume: bool = False) -> Iterator[Path]:
         try:
             yield partial
         except BaseException as error:  # also Ctrl-C and a generator that is closed
-            if not resume or isinstance(error, BadCheckpoint):
+            if not resume or isinstance(error, BadCheckpoint) or not any(partial.iterdir()):
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 

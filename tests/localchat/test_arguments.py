@@ -113,6 +113,8 @@ def test_quantize() -> None:
         (["quantize", "m", "--keep", "(=int8"], "'(' is not a regular expression", ""),
         (["show", "m", "--offline"], "there is no flag '--offline' of `localchat show`.", ""),
         (["quantize", "m", "--group-size", "48"], "invalid choice: 48", ""),
+        (["quantize", "m", "-o", ""], "an empty text is no path.", ""),
+        (["quantize", "m", "--method", "gptq", "--calib="], "an empty text is no path.", ""),
         (["quantize", "m", "--max-shard-size", "big"], "'big' is not a size such as 5GB", ""),
         (["run", "m", "--think=hard"], "'hard' is not on, off, low, medium, high or a number of tokens from 1.", ""),
         (["run", "m", "--think=0"], "'0' is not on, off", ""),

@@ -141,6 +141,24 @@ def test_mixtures_of_experts_are_refused_by_name(model_type: str, config_error: 
     assert "mixture-of-experts" in config_error(nested)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("deepseek_v3", "n_routed_experts"), ("gpt_oss", "num_local_experts"), ("ernie4_5", "moe_num_experts")],
+)
+def test_experts_are_seen_in_families_that_nobody_has_heard_of(
+    model_type: str, key: str, config_error: ConfigError
+) -> None:
+    assert "mixture-of-experts" in config_error(flat() | {"model_type": model_type, key: 8})
+    assert "known architectures are" in config_error(flat() | {"model_type": model_type, key: 0})
+
+
+def test_a_known_family_with_experts_is_told_of_a_dense_one(config_error: ConfigError) -> None:
+    assert config_error(flat() | {"num_experts": 8}) == (
+        "config.json: num_experts = 8 cannot be run: mixture-of-experts models are not supported, "
+        "use a dense one such as qwen3.5-27b."
+    )
+
+
 def test_dense_families_have_layer_types_too() -> None:
     config = ModelConfig.from_dict(MODELS["qwen3-8b"].config_dict())
     assert config.layer_types == ("full_attention",) * 36

@@ -1,13 +1,16 @@
 """What a report says of kinds of matrices, and what asks for one in vain."""
 
 import argparse
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from localchat import prepare
-from localchat.errors import UsageError
+from localchat.errors import UsageError, UserError
 from localchat.quality import errors_by_kind
 
 
@@ -38,3 +41,31 @@ def arguments(source: Path, **given: Any) -> argparse.Namespace:
 def test_flags_that_do_nothing_are_refused(tmp_path: Path, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         prepare.quantize(arguments(tmp_path, **given))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("nothing", None, "nothing: cannot be read as a UTF-8 text"),
+        ("short", "hello", "short: has 5 tokens, which are too few"),
+        ("", None, "the model: there is no tokenizer.json"),
+        ("tall", "\x7f" * 100, r"source: its tokenizer gives the id \d+, its embedding has 40 rows"),
+    ],
+)
+def test_what_no_report_can_be_made_with_is_said_before_the_conversion(
+    scripted: Callable[..., Path], tmp_path: Path, file: str, text: str | None, words: str
+) -> None:
+    """And not after it, which takes long."""
+    source = Path(shutil.copytree(scripted("abc").parent / "source", tmp_path / "source"))
+    if not file:
+        (source / "tokenizer.json").unlink()
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    if file == "tall":
+        tensors = load_file(source / "model.safetensors")
+        cut = {name: t[:40].clone() if len(t) == 288 and t.dim() == 2 else t for name, t in tensors.items()}
+        save_file(cut, source / "model.safetensors")
+    given = {"output": str(tmp_path / "out"), "report": str(tmp_path / file) if file else ""}
+    with pytest.raises(UserError, match=words):
+        prepare.quantize(arguments(source, **given))
+    assert not (tmp_path / "out").exists()

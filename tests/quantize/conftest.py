@@ -1,15 +1,16 @@
-"""Tiny checkpoints for the conversion's tests, as a Hugging Face folder and as a .gguf file."""
+"""Tiny checkpoints for the conversion's tests, as a Hugging Face folder and as a .gguf file.
+
+`gguf` is imported where it is used: a machine with a card need not have it.
+"""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -21,6 +22,9 @@ from localchat.quantize.codes import Codes
 from localchat.quantize.parts import Parts
 from localchat.quantize.source import expected_shapes, mtp_shapes
 from localchat.shards import open_shards
+
+if TYPE_CHECKING:
+    import gguf
 
 # Helper functions reach the tests through fixtures: test files are not a package and cannot import each other.
 MakeHF = Callable[..., Path]
@@ -351,7 +355,7 @@ def qwen35_form(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str,
     return stored
 
 
-def _qwen35_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], mtp: bool) -> None:
+def _qwen35_metadata(writer: "gguf.GGUFWriter", config: dict[str, Any], mtp: bool) -> None:
     writer.add_full_attention_interval(config["full_attention_interval"])
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
@@ -368,17 +372,21 @@ def _qwen35_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], mtp: bool)
 def make_gguf(tmp_path: Path) -> MakeGGUF:
     """A function that writes a .gguf file from canonical weights: make_gguf(config, weights, type, metadata=...).
 
-    metadata: called with the writer for more keys. extra: more tensors (name -> numpy array).
+    The type is F32 where none is given. metadata: called with the writer for more keys. extra: more tensors (name ->
+    numpy array).
     """
 
     def make(
         config: dict[str, Any],
         weights: dict[str, Tensor],
-        kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-        metadata: Callable[[gguf.GGUFWriter], None] | None = None,
+        kind: "gguf.GGMLQuantizationType | None" = None,
+        metadata: "Callable[[gguf.GGUFWriter], None] | None" = None,
         extra: dict[str, np.ndarray] | None = None,
         name: str = "model.gguf",
     ) -> Path:
+        import gguf
+
+        plain = gguf.GGMLQuantizationType.F32
         path, arch = tmp_path / name, config["model_type"]
         mtp = "mtp.fc.weight" in weights
         writer = gguf.GGUFWriter(path, "qwen35" if arch == "qwen3_5" else arch)
@@ -408,7 +416,7 @@ def make_gguf(tmp_path: Path) -> MakeGGUF:
                 heads = config["num_attention_heads" if ".attn_q." in key else "num_key_value_heads"]
                 weight = permuted(weight, heads)
             data = weight.float().numpy()
-            stored = kind if data.ndim == 2 and data.shape[1] % 32 == 0 else GGMLQuantizationType.F32
+            stored = kind if kind is not None and data.ndim == 2 and data.shape[1] % 32 == 0 else plain
             writer.add_tensor(key, gguf.quants.quantize(data, stored), raw_dtype=stored)
         for key, array in (extra or {}).items():
             writer.add_tensor(key, array)

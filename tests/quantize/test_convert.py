@@ -278,6 +278,32 @@ def test_not_a_number_is_named_and_leaves_nothing(make_hf: Make, tmp_path: Path,
     assert leaves_nothing(tmp_path)
 
 
+@pytest.mark.parametrize("value", [3e38, -3e38])
+def test_what_no_scale_could_hold_is_named(make_hf: Make, tmp_path: Path, value: float) -> None:
+    """From one end of fp32 to the other is infinitely far."""
+
+    def change(weights: dict[str, Tensor]) -> None:
+        weights["model.layers.1.mlp.up_proj.weight"].view(-1)[-1] = value
+
+    source = make_hf(dtype=torch.bfloat16, change=change)
+    with pytest.raises(BadCheckpoint, match=rf"up_proj\.weight holds a value of {value:.1e}".replace("+", r"\+")):
+        packed(source, tmp_path / "out")
+    assert leaves_nothing(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("recipe", [Recipe(32, True), FINE], ids=["sym", "min"])
+def test_matrices_of_one_row(talker: Make, tmp_path: Path, recipe: Recipe, method: str) -> None:
+    """One feature in the MLP: gate and up of a row each, and down of a column, which no group fits."""
+    source, text = talker("llama", intermediate_size=1)
+    packed(source, tmp_path / "out", replace(recipe, method=method, calibration=text))
+    with open_source(source) as opened, open_shards(tmp_path / "out") as shards:
+        wanted = stacked([opened.read(f"layers.0.mlp.{x}_proj.weight") for x in ("gate", "up")], "gate_up_proj")
+        assert relative_error(matrix(shards, "layers.0.mlp.gate_up_proj")[:2], wanted) < 0.15
+        down = opened.read("layers.0.mlp.down_proj.weight")
+        assert relative_error(matrix(shards, "layers.0.mlp.down_proj"), down) < 0.01
+
+
 def test_closed_generator_leaves_nothing(make_hf: Make, tmp_path: Path) -> None:
     steps = convert(make_hf(), tmp_path / "out", FINE)
     next(steps)
@@ -326,6 +352,16 @@ def test_recipes_without_meaning(make_hf: Make, tmp_path: Path, recipe: Recipe, 
     with pytest.raises(UsageError, match=words):
         packed(make_hf(), tmp_path / "out", recipe)
     assert leaves_nothing(tmp_path)
+
+
+def test_a_file_of_a_folder_and_a_folder_of_files(
+    make_hf: Make, make_gguf: Make, config_of: Make, weights_of: Make
+) -> None:
+    file = make_gguf(config_of(), weights_of(config_of()))
+    with pytest.raises(UserError, match=rf"give the path of one, such as {file}"):
+        open_source(file.parent)
+    with pytest.raises(UserError, match="give the folder that it is in"):
+        open_source(make_hf() / "model.safetensors")
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -118,11 +118,18 @@ def test_damping_cannot_fail(hessian: Tensor, symmetric: bool) -> None:
 @BOTH
 def test_zero_groups_stay_zero(symmetric: bool) -> None:
     w, x = problem(n=8)
-    w[:, 224:] = 0  # the last group; errors of the others would move it where they could
+    w[:, 224:] = 0  # the last group, and one in the middle: errors of the others would move them
+    w[5, 96:128] = 0
     w[3] = 0
     got = restored(quantize_gptq(w, hessian_of([x]), 32, symmetric))
-    assert (got[3] == 0).all()
+    assert (got[w.view(8, -1, 32).eq(0).all(-1).repeat_interleave(32, 1)] == 0).all()
     assert torch.isfinite(got).all()
+
+
+def test_one_row() -> None:
+    w, x = problem(n=1)
+    found = quantize_gptq(w, hessian_of([x]), 32, True)
+    assert product_error(w, x, found) < product_error(w, x, quantize_int4(w, 32, True))
 
 
 @pytest.mark.parametrize("magnitude", [1e-9, 1e-3, 5e5])
@@ -135,7 +142,15 @@ def test_magnitudes(magnitude: float, symmetric: bool) -> None:
     assert product_error(w * magnitude, x, scaled) < 1.05 * product_error(w, x, plain)
 
 
-@pytest.mark.parametrize("k", [96, 192, 576])
+@BOTH
+def test_steps_whose_inverse_is_infinite(symmetric: bool) -> None:
+    """Numbers so small that fp32 has fewer digits for them."""
+    w, x = problem(n=16)
+    got = restored(quantize_gptq(w * 1e-40, hessian_of([x]), 32, symmetric)).double() * 1e40
+    assert float((got - w).norm() / w.norm()) < 0.3
+
+
+@pytest.mark.parametrize("k", [96, 192, 576, 896, 4864])
 def test_widths_that_are_no_multiple_of_a_block(k: int) -> None:
     w, x = problem(n=8, k=k)
     found = quantize_gptq(w, hessian_of([x]), 32, True)

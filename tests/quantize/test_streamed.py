@@ -445,6 +445,25 @@ def test_what_comes_cannot_be_calibrated(source: Path, server: Hub, tmp_path: Pa
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("flags", [["--stream"], [], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantised by bitsandbytes"),
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "mixture-of-experts models are not supported"),
+    ],
+)
+def test_what_is_not_read_is_refused_before_its_weights_come(
+    source: Path, server: Hub, tmp_path: Path, flags: list[str], keys: dict[str, Any], words: str
+) -> None:
+    config = json.loads(server.files["config.json"])
+    server.files["config.json"] = server.sent["config.json"] = json.dumps({**config, **keys}).encode()
+    with pytest.raises(BadCheckpoint, match=words):
+        prepare.quantize(parse_command_line(["quantize", REPO, "-o", str(tmp_path / "out"), *flags]))
+    assert server.fetched() == []
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_into_the_users_cache(source: Path, server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = prepare.quantize(parse_command_line(["quantize", REPO, "--stream"]))
     assert folder is not None

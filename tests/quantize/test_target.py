@@ -105,6 +105,16 @@ def test_partial_folder_goes_on_interrupt(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_not_begun_leaves_no_folder_to_go_on_with(tmp_path: Path) -> None:
+    for before_it_ends in ((), ("shard-00001",)):
+        with pytest.raises(UserError), partial_folder(tmp_path / "out", resume=True) as folder:
+            for name in before_it_ends:
+                (folder / name).touch()
+            raise UserError("the text is too short.")
+        assert [path.name for path in tmp_path.rglob("shard-*")] == list(before_it_ends)
+        assert (tmp_path / "out.partial").exists() == bool(before_it_ends)
+
+
 def test_space_is_checked(tmp_path: Path) -> None:
     check_disk_space(tmp_path / "new" / "out", 1000)
     with pytest.raises(UserError, match=r"GB free, but 1000000000\.0 GB are needed"):

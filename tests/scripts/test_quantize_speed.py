@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from localchat import registry
+from localchat.quantize.calibration_text import WINDOW, calibration_windows
 from localchat.quantize.convert import Recipe, convert, open_source
 from localchat.quantize.source import check
 
@@ -78,7 +80,8 @@ def test_the_lines(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> No
     assert "4.000 s a layer; 64 layers extrapolated from 2: 268 s" in text
 
 
-def test_a_measurement_in_its_own_process(script: ModuleType, small: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "gptq"])
+def test_a_measurement_in_its_own_process(script: ModuleType, small: None, tmp_path: Path, kind: str) -> None:
     source = tmp_path / "source"
     source.mkdir()
     script.make(source, "qwen3-8b", 1, "cpu")
@@ -86,15 +89,25 @@ def test_a_measurement_in_its_own_process(script: ModuleType, small: None, tmp_p
         str(ROOT / "scripts" / "quantize_speed"),
         "--device",
         "cpu",
+        "--calib-tokens",
+        "1024",
         "--measure",
         source,
         tmp_path / "out",
-        "False",
+        kind,
     ]
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert 0 < found["busy"]["arithmetic"] <= found["seconds"]
     assert found["ram"] >= found["ram before"] > 50e6
     assert next(iter(found["written"])) == "embed_tokens"
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_its_tokenizer_makes_enough_of_the_shipped_text(script: ModuleType) -> None:
+    files = {"tokenizer.json": script.bytes_tokenizer().to_str().encode()}
+    windows = calibration_windows(files, tokens=script.CALIBRATION_TOKENS)
+    assert script.CALIBRATION_TOKENS - WINDOW < sum(map(len, windows)) <= script.CALIBRATION_TOKENS
