@@ -129,7 +129,7 @@ def _launch(
     if tokens > FEW_TOKENS:
         raise ValueError(f"int4_matmul: got {tokens} tokens, wanted up to {FEW_TOKENS}")
     chosen = settings or card_of(x.device).fragments(n, k)
-    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, chosen)
+    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, mins is not None, chosen)
     factors, parts, eps, squares = factor_options(row_scale)
     gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
     int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS * launch["SETS"],)](
@@ -232,7 +232,9 @@ def int4_matmul_norm(
     return y, half, squares
 
 
-def few_tokens_options(tokens: int, k: int, group_size: int, dtype: torch.dtype, settings: Fragments) -> dict[str, Any]:
+def few_tokens_options(
+    tokens: int, k: int, group_size: int, dtype: torch.dtype, has_min: bool, settings: Fragments
+) -> dict[str, Any]:
     """The constants of the kernel; dtype: of the scales.
 
     A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better.
@@ -252,7 +254,7 @@ def few_tokens_options(tokens: int, k: int, group_size: int, dtype: torch.dtype,
         "TOKENS": columns,
         "COUNT": count,
         "REST": steps % count,
-        "BATCH": min(batch, count),
+        "BATCH": min(batch, count, 4 if has_min else count),  # minima take the registers of a fifth
         "PARTS": parts,
         "AHEAD": ahead,
         "num_warps": parts,

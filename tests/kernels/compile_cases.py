@@ -306,7 +306,7 @@ def _few_tokens_cases() -> list[Case]:
     ):
         chosen = settings or TABLE["NVIDIA H200"].fragments(n, k)
         dtype = torch.float16 if scales == "fp16" else torch.float32
-        launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, chosen)
+        launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, has_min, chosen)
         warps = launch.pop("num_warps")
         launch |= {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
         down = n < k  # its end makes what the next norm needs, as gate_up's makes SwiGLU

@@ -177,8 +177,8 @@ def product(device: torch.device, rows: int, columns: int, squares: bool) -> tup
     scales = torch.rand(rows, device=device) / (73 * columns**0.5)
     half, factors = x.half(), Squares(torch.rand(1, columns // 16, device=device), 1e-3)
     row_scale = factors.row_scale(columns)
-    if not squares:
-        half, row_scale = scaled_half_reference(1e3 * x)
+    if not squares:  # x is large; b and a are not, or steps and decays would all be 0
+        (half, row_scale), scales = scaled_half_reference(1e3 * x), scales / 1e3
     exact = (half.double() @ weight.double().t()) * scales.double() * row_scale.double()
     return StepProduct(half, factors if squares else row_scale, weight, scales), exact
 

@@ -99,22 +99,25 @@ def test_one_graph_serves_every_prompt_length_and_setting(model: Model, int8_kv:
 
 
 @pytest.mark.parametrize("entry", [MODELS["smollm2-135m"], replace(MODELS["qwen3.5-27b"], num_hidden_layers=4)])
+@pytest.mark.parametrize("length", [85, 3000])  # one part of the context, and as many as there are splits
 @INT8_OR_NOT
-def test_programmatic_dependent_launch_changes_nothing(entry: Entry, int8_kv: bool) -> None:
+def test_programmatic_dependent_launch_changes_nothing(entry: Entry, length: int, int8_kv: bool) -> None:
     """Dense and tied; and a hybrid whose embedding lies in the host's memory."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA card")
     model = synthetic_model(entry, "cuda")
-    engine = Engine(model, 200, int8_kv=int8_kv)
+    prompt = [5 + i % 90 for i in range(length)]
+    engine = Engine(model, length + 100, int8_kv=int8_kv)
     if not pdl_options(engine._seen)["PDL"]:
         pytest.skip("this card launches plainly")
-    overlapped = reply(engine, PROMPT, GREEDY, 100)
+    overlapped = reply(engine, prompt, GREEDY, 100)
     with without_pdl():
-        plain_engine = Engine(model, 200, int8_kv=int8_kv)
-        plain = reply(plain_engine, PROMPT, GREEDY, 100)
+        plain_engine = Engine(model, length + 100, int8_kv=int8_kv)
+        plain = reply(plain_engine, prompt, GREEDY, 100)
     assert overlapped == plain
+    written = length + 99
     for ours, theirs in zip(engine.cache.rows, plain_engine.cache.rows, strict=True):
-        assert torch.equal(ours[:, :, :184], theirs[:, :, :184])  # every hidden state went into these
+        assert torch.equal(ours[:, :, :written], theirs[:, :, :written])  # every hidden state went into these
     assert all(torch.equal(a, b) for a, b in zip(engine.cache.recurrent, plain_engine.cache.recurrent, strict=True))
 
 
