@@ -26,6 +26,7 @@ from localchat.kernels import (
     attention,
     attention_decode,
     gated_delta_net_decode,
+    gated_delta_net_few_tokens,
     gated_delta_net_prefill,
     int4_matmul,
     int8_matmul,
@@ -219,7 +220,19 @@ def _delta_net_cases() -> list[Case]:
             warps,
         )
     )
-    return [*decode, *prefill]
+    few_module, few = gated_delta_net_few_tokens, []
+    launch = {**sizes, "UNITS": True, "MOST": few_module.MOST_TOKENS, "AT_ONCE": few_module.AT_ONCE}
+    for repeats, dtype in ((3, "fp32"), (2, "fp32"), (1, "fp32"), (3, "bf16")):
+        few.append(
+            Case(
+                f"gated_delta_net_few_tokens {repeats} heads, {dtype}",
+                "gated_delta_net_few_tokens._few_tokens_kernel",
+                f"*{dtype} *fp32 {weights} *i32 *fp32 *fp16 i32 i32:16 i32:16 i32:16 fp32",
+                {**launch, "REPEATS": repeats},
+                warps,
+            )
+        )
+    return [*decode, *few, *prefill]
 
 
 def _sampling_cases() -> list[Case]:
