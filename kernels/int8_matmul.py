@@ -19,7 +19,7 @@ GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
 # Outputs up to which FEW tokens are taken one by one by programs of their own: a narrow matrix is few programs, which
 # walk over K with one load in flight after the other (tl.dot: 80 rounds of two programs for a delta net's 96 x 5120).
 # The weights come from memory once and then from L2.
-NARROW, FEW = 256, 16
+NARROW, FEW = 128, 16
 GEMM_K = 64  # with 128, tiles of 64 tokens do not fit into registers
 GEMM_WARPS = 8  # with 4, tiles of 32 tokens and more do not
 

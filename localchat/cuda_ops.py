@@ -193,8 +193,10 @@ def _few(x: Tensor) -> bool:
 
 
 def _mixer_dtype(x: Tensor) -> torch.dtype:
-    """What a mixer of many tokens gives: what `linear_add` rounds to."""
-    return torch.float32 if _few(x) else torch.bfloat16
+    """What a mixer of several tokens gives: what the product behind it takes, or fp32 where that is scaled first."""
+    if _few(x):
+        return torch.float16 if len(x) <= FEW_TOKENS else torch.float32
+    return torch.bfloat16
 
 
 def _fused(linear: "Linear", tokens: int) -> bool:
