@@ -88,7 +88,14 @@ def _token(row_ptr, key, value, DK: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def _in_turn(
-    state, rows, tokens, L2_EPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr
+    state,
+    rows,
+    tokens,
+    L2_EPS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
 ):
     """The tokens, one after the other: -> the state behind them, and S q, without q's norm, [1, 1, DV, WIDTH].
 

@@ -2,7 +2,8 @@
 
 x [T, K], y [T, N]; weight int8 [N, K], scales fp32 [N], bias [N].
 Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "scaled half", as for the INT4 product; one
-kernel serves one token, and a few where the matrix is narrow, one with tl.dot more, and `dequantize_int8` fills bf16 scratch for more.
+kernel serves one token, and a few where the matrix is narrow, one with tl.dot more, and `dequantize_int8` fills bf16
+scratch for more.
 """
 
 import torch

@@ -2,7 +2,8 @@
 
 The residual stream is fp32, products take fp16 inputs with a factor per row ("scaled half"), the cache is bf16. In a
 step over few tokens, what stands between two products happens at the end of the first: SwiGLU, and of an RMSNorm its
-gain and the sums of its squares, of which the second makes the factor. So a block is few launches.
+gain and the sums of its squares, of which the second makes the factor. So a block is few launches: five for one token,
+six or seven for a few, and torch computes nothing between them.
 
 A step over more tokens than the card's `crossover` (kernels/cards.py; prefill) goes another way: one matrix at a time
 is dequantised into bf16 scratch, and the library's dense product reads that. It costs 2.5 times the matrix's size in

@@ -113,9 +113,7 @@ def test_attention(ops: CudaOps, tokens: int, gated: bool, int8: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("summed", [False, True])
-def test_gated_delta_net(
-    ops: CudaOps, monkeypatch: pytest.MonkeyPatch, tokens: int, bits: int, summed: bool
-) -> None:
+def test_gated_delta_net(ops: CudaOps, monkeypatch: pytest.MonkeyPatch, tokens: int, bits: int, summed: bool) -> None:
     """One token, a few, some, and so many that the product behind takes bf16; twice: nothing is left over between.
 
     Behind a sum and behind the embedding. Steps and decays in every format; as INT8, of one token, without a launch.
