@@ -26,6 +26,7 @@ from localchat.kernels.activations import sigmoid
 from localchat.kernels.attention_parts import attention_join
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.scaled_half import in_units
 
 # Scores held at once, in fp32 elements (256 MB): queries are taken in blocks so that memory does not grow with T * S.
 _MAX_SCORES = 64 * 1024 * 1024
@@ -176,7 +177,8 @@ def _store_columns(
 
     Few at a time, so that gates and addresses find room in registers.
     """
-    if WIDTH > 32:
+    AT_ONCE: tl.constexpr = 16 if out_ptr.dtype.element_ty == tl.float16 else 32  # 32 in fp16: 8 bytes of stack, sm_86
+    if WIDTH > AT_ONCE:
         left, right = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, WIDTH // 2]), (0, 2, 1)))
         rows = (out_ptr, out_at, gate_ptr, gate_at, real)
         _store_columns(left, *rows, FIRST, WIDTH // 2, BLOCK_M, GATED)
@@ -186,6 +188,8 @@ def _store_columns(
         if GATED:
             gate = tl.load(gate_ptr + gate_at[:, None] + d[None, :], mask=real[:, None], other=0.0)
             out = out * sigmoid(gate.to(tl.float32))
+        if out_ptr.dtype.element_ty == tl.float16:
+            out = in_units(out)
         tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
@@ -282,7 +286,8 @@ def attention_prefill(
     """q [T, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [T] -> [T, Hq * D].
 
     gate [T, Hq * D] in any float dtype may be columns of a wider matrix. scales: fp32 [Hkv, S] of keys and of values,
-    which are INT8 then. The output is fp32 or bf16, as `dtype` says.
+    which are INT8 then. The output is in `dtype`: fp32, bf16, or fp16 divided by UNIT (kernels/scaled_half.py), as a
+    packed product behind it takes it.
     Positions are those of consecutive tokens; only the first is read. Where there are fewer programs than a card has
     multiprocessors, each takes a part of the context, and one launch more puts the parts together (attention_parts.py).
     The result depends on the inputs and the number of parts alone, bit for bit.
@@ -291,8 +296,8 @@ def attention_prefill(
         ValueError: a dtype or shape is another, or a tensor is not contiguous.
     """
     group = _check("attention_prefill", q, keys, values, positions, gate, scales)
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"attention_prefill: got dtype {dtype}, wanted float32 or bfloat16")
+    if dtype not in FLOATS:
+        raise ValueError(f"attention_prefill: got dtype {dtype}, wanted float32, bfloat16 or float16")
     (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
     out = torch.empty(tokens, q_heads * head_dim, dtype=dtype, device=q.device)
     major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0

@@ -87,13 +87,15 @@ def _attention_join_kernel(
     if GATED:
         gate_ptr += token * GATE_STRIDE
     out_row = out_ptr + token * kv_heads * GROUP * D
-    leave(heads, gate_ptr, out_row, kv_head, tl.arange(0, ROWS), GROUP, D, GATED, False)
+    UNITS: tl.constexpr = out_ptr.dtype.element_ty == tl.float16
+    leave(heads, gate_ptr, out_row, kv_head, tl.arange(0, ROWS), GROUP, D, GATED, UNITS)
 
 
 def attention_join(parts: Tensor, stats: Tensor, gate: Tensor | None, out: Tensor) -> None:
     """parts fp32 [T, Hkv, splits, G, D], stats fp32 [T, Hkv, splits, G, 2] -> out [T, Hkv * G * D], through the gate.
 
-    The first part of a token must have seen something; another that has not has l = 0 and an m that is finite.
+    In fp16 out is divided by UNIT (kernels/scaled_half.py). The first part of a token must have seen something; another
+    that has not has l = 0 and an m that is finite.
     """
     tokens, kv_heads, splits, group, head_dim = parts.shape
     rows = triton.next_power_of_2(group)

@@ -14,7 +14,8 @@ conv_state [4, C] is a ring of the last four u: that of position p lies in row p
 the token itself no longer needs, and whoever computes it reads nothing that another program writes meanwhile. All but
 the states may be in any float dtype; the state is fp32.
 
-Here are the references; kernels: gated_delta_net_decode.py for one token, gated_delta_net_prefill.py for many.
+Here are the references; kernels: gated_delta_net_decode.py for one token, gated_delta_net_few_tokens.py for 2 to 16,
+gated_delta_net_prefill.py for many.
 """
 
 import torch

@@ -96,8 +96,8 @@ def _one_of(pair, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _over_keys(x):
-    """[1, DK / WIDTH, DV, WIDTH] -> [1, 1, DV, 1]."""
+def over_keys(x):
+    """Sums. [1, DK / WIDTH, DV, WIDTH] -> [1, 1, DV, 1]."""
     return tl.sum(tl.sum(x, 1, keep_dims=True), 3, keep_dims=True)
 
 
@@ -182,7 +182,7 @@ def _decode_kernel(
     qk = tl.reshape(qk, [2, DK // WIDTH, WIDTH])[:, :, None, :]
     vz = tl.reshape(vz, [2, DV])[:, None, :, None]
     q, k, v, gate = _one_of(qk, 0), _one_of(qk, 1), _one_of(vz, 0), _one_of(vz, 1)
-    read = _over_keys(state * k)
+    read = over_keys(state * k)
 
     b, a, squares, qq, kk = tl.reduce((b_parts, a_parts, squares, qq, kk), 0, _add_five)
     if STEPS == 0:
@@ -199,7 +199,7 @@ def _decode_kernel(
     state = decay * state + k * (k_size * error)
     tl.store(cells, tl.reshape(state, [DV * DK // WIDTH, WIDTH]))
 
-    out = _over_keys(state * q) * (tl.rsqrt(qq + L2_EPS) * DK**-0.5)
+    out = over_keys(state * q) * (tl.rsqrt(qq + L2_EPS) * DK**-0.5)
     out = out * tl.rsqrt(tl.sum(out * out, 2, keep_dims=True) / DV + eps) * gain * gate
     if UNITS:
         out = in_units(out)
@@ -280,11 +280,16 @@ def gated_delta_net_decode(
         UNITS=units,
         DK=key_dim,
         DV=value_dim,
-        WIDTH=min(_WIDTH, key_dim),
+        WIDTH=key_width(key_dim),
         num_warps=decode_warps(key_dim, value_dim),
         **pdl_options(qkvz),
     )
     return out
+
+
+def key_width(key_dim: int) -> int:
+    """Keys that lie side by side in a warp."""
+    return min(_WIDTH, key_dim)
 
 
 def decode_warps(key_dim: int, value_dim: int) -> int:

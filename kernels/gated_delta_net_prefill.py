@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.activations import silu
+from localchat.kernels.checks import FLOATS
 from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay, write_ring
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.scaled_half import in_units
 
 _DOUBLINGS = tl.constexpr(CHUNK.bit_length() - 1)  # from blocks of one row to the chunk
 # Columns of q and k that its products take at once.
@@ -243,6 +245,8 @@ def _gated_norm_kernel(
     z = tl.load(qkvz_ptr + wide_token * ROW_STRIDE + first_gate + head * D + d[None, :], mask=real, other=0.0)
     rms = 1.0 / tl.sqrt_rn(tl.sum(o * o, 1) / D + eps)
     y = o * rms[:, None] * tl.load(norm_ptr + d).to(tl.float32)[None, :] * silu(z.to(tl.float32))
+    if out_ptr.dtype.element_ty == tl.float16:
+        y = in_units(y)
     tl.store(out_ptr + cell, y.to(out_ptr.dtype.element_ty), mask=real)
 
 
@@ -260,9 +264,11 @@ def gated_delta_net_prefill(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """qkvz [T, C + V], ba [T, 2 nv], positions int64 [T] -> [T, V] in `dtype`, fp32 or bf16.
+    """qkvz [T, C + V], ba [T, 2 nv], positions int64 [T] -> [T, V] in `dtype`.
 
     Both states move on in place.
+
+    dtype: fp32, bf16, or fp16 divided by UNIT (kernels/scaled_half.py), as a packed product behind it takes it.
 
     The result depends on the inputs alone, bit for bit.
 
@@ -272,8 +278,8 @@ def gated_delta_net_prefill(
     key_heads, repeats = check_gated_delta_net(
         "gated_delta_net_prefill", qkvz, ba, conv_weight, A_log, dt_bias, norm_weight, positions, conv_state, state
     )
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"gated_delta_net_prefill: got dtype {dtype}, wanted float32 or bfloat16")
+    if dtype not in FLOATS:
+        raise ValueError(f"gated_delta_net_prefill: got dtype {dtype}, wanted float32, bfloat16 or float16")
     (value_heads, value_dim, key_dim), (tokens, device) = state.shape, (qkvz.shape[0], qkvz.device)
     chunks = triton.cdiv(tokens, CHUNK)
     channels, keys, row = conv_weight.shape[0], key_heads * key_dim, qkvz.stride(0)

@@ -2,7 +2,8 @@
 
 x [T, K], y [T, N]; weight int8 [N, K], scales fp32 [N], bias [N].
 Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "scaled half", as for the INT4 product; one
-kernel serves one token, one with tl.dot more, and `dequantize_int8` fills bf16 scratch for more.
+kernel serves one token, and a few where the matrix is narrow, one with tl.dot more, and `dequantize_int8` fills bf16
+scratch for more.
 """
 
 import torch
@@ -16,6 +17,10 @@ from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 # Rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps' weights are asked
 # for at once: all of a row of an lm_head.
 GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
+# Outputs up to which FEW tokens are taken one by one by programs of their own: a narrow matrix is few programs, which
+# walk over K with one load in flight after the other (tl.dot: 80 rounds of two programs for a delta net's 96 x 5120).
+# The weights come from memory once and then from L2.
+NARROW, FEW = 128, 16
 GEMM_K = 64  # with 128, tiles of 64 tokens do not fit into registers
 GEMM_WARPS = 8  # with 4, tiles of 32 tokens and more do not
 
@@ -72,10 +77,13 @@ def _int8_gemv_kernel(
 ):
     """ROWS outputs of one token. The first weights are on their way while the kernel before still works."""
     let_next_start(PDL)
+    token = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_range = n < N
     w_row = w_ptr + n.to(tl.int64)[:, None] * K
     weights = _weights(w_row, 0, K, in_range, BLOCK_K, STEPS)
+    x_ptr += token * K
+    row_scale_ptr += token * parts
     wait_for_previous(PDL)
     acc = _add_products(tl.zeros([ROWS, BLOCK_K], tl.float32), weights, x_ptr, 0, K, BLOCK_K, STEPS)
     for first in range(BLOCK_K * STEPS, K, BLOCK_K * STEPS):
@@ -86,8 +94,8 @@ def _int8_gemv_kernel(
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=in_range, other=0).to(tl.float32)
     if HAS_RES:
-        y += tl.load(res_ptr + n, mask=in_range, other=0).to(tl.float32)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=in_range)
+        y += tl.load(res_ptr + token * N + n, mask=in_range, other=0).to(tl.float32)
+    tl.store(y_ptr + token * N + n, y.to(y_ptr.dtype.element_ty), mask=in_range)
 
 
 @triton.jit
@@ -152,7 +160,8 @@ def int8_matmul(
 ) -> Tensor:
     """x fp16 [T, K] with row_scale fp32 [T] (scaled half) -> y [T, N] in `dtype`.
 
-    bias [N] and residual [T, N] are added in the epilogue. T = 1 takes the vector kernel.
+    bias [N] and residual [T, N] are added in the epilogue. T = 1 takes the vector kernel, and FEW tokens where N is at
+    most NARROW.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
@@ -167,8 +176,8 @@ def int8_matmul(
     stored = (weight, scales, scales if bias is None else bias, scales if residual is None else residual)
     factors, parts, eps, squares = factor_options(row_scale)
     flags = {"SQUARES": squares, "HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
-    if tokens == 1:
-        _int8_gemv_kernel[(triton.cdiv(n, GEMV_ROWS),)](
+    if tokens == 1 or (tokens <= FEW and n <= NARROW):
+        _int8_gemv_kernel[(triton.cdiv(n, GEMV_ROWS), tokens)](
             *(x, factors, *stored, y, n, k, parts, eps),
             **flags,
             ROWS=GEMV_ROWS,

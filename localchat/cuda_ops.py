@@ -2,7 +2,8 @@
 
 The residual stream is fp32, products take fp16 inputs with a factor per row ("scaled half"), the cache is bf16. In a
 step over few tokens, what stands between two products happens at the end of the first: SwiGLU, and of an RMSNorm its
-gain and the sums of its squares, of which the second makes the factor. So a block is few launches.
+gain and the sums of its squares, of which the second makes the factor. So a block is few launches: five for one token,
+six or seven for a few, and torch computes nothing between them.
 
 A step over more tokens than the card's `crossover` (kernels/cards.py; prefill) goes another way: one matrix at a time
 is dequantised into bf16 scratch, and the library's dense product reads that. It costs 2.5 times the matrix's size in
@@ -18,6 +19,7 @@ from localchat.kernels.attention import attention_prefill
 from localchat.kernels.attention_decode import attention_decode
 from localchat.kernels.cards import card_of
 from localchat.kernels.gated_delta_net_decode import StepProduct, gated_delta_net_decode
+from localchat.kernels.gated_delta_net_few_tokens import MOST_TOKENS, gated_delta_net_few_tokens
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_few_tokens import FEW_TOKENS
 from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul, int4_matmul_norm, int4_matmul_swiglu
@@ -34,8 +36,11 @@ from localchat.rope import Rotary
 if TYPE_CHECKING:
     from localchat.model import GatedDeltaNet, Linear, RMSNorm
 
-# KV heads of attention, each of which counts arrivals; real models have up to 32.
-_MOST_KV_HEADS = 1024
+# KV heads of attention and key heads of a delta net, each of which counts arrivals; real models have up to 32.
+_MOST_HEADS = 1024
+# Tokens up to which a delta net takes them one after the other in one launch. Predicted, not measured: such a launch
+# grows by 0.5 us a token, the five of the chunked form take 30 us together, whatever the number up to 64.
+_IN_TURN = MOST_TOKENS
 # What a product takes: scaled half (values, row scales or what they follow from), or bf16 values and None.
 Activation = tuple[Tensor, Tensor | Squares | None]
 
@@ -64,7 +69,7 @@ class CudaOps(ReferenceOps):
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._units = torch.full((FEW_TOKENS,), UNIT, device=device)
-        self._arrivals = torch.zeros(_MOST_KV_HEADS, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(_MOST_HEADS, dtype=torch.int32, device=device)
 
     def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
         if table.bits == 8:
@@ -118,6 +123,9 @@ class CudaOps(ReferenceOps):
         ba = self._product((values, factors), linear)
         if len(qkvz) == 1:
             return gated_delta_net_decode(qkvz, ba, *weights, eps, positions, *cache, units=True)
+        if len(qkvz) <= _IN_TURN and _few(qkvz):
+            states, counters = (positions, *cache), self._arrivals
+            return gated_delta_net_few_tokens(qkvz, ba, *weights, eps, *states, arrivals=counters, units=True)
         dtype = _mixer_dtype(qkvz)
         return gated_delta_net_prefill(qkvz, ba, *weights, eps, positions, *cache, dtype=dtype)
 
@@ -186,8 +194,10 @@ def _few(x: Tensor) -> bool:
 
 
 def _mixer_dtype(x: Tensor) -> torch.dtype:
-    """What a mixer of many tokens gives: what `linear_add` rounds to."""
-    return torch.float32 if _few(x) else torch.bfloat16
+    """What a mixer of several tokens gives: what the product behind it takes, or fp32 where that is scaled first."""
+    if _few(x):
+        return torch.float16 if len(x) <= FEW_TOKENS else torch.float32
+    return torch.bfloat16
 
 
 def _fused(linear: "Linear", tokens: int) -> bool:

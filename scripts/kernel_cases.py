@@ -19,6 +19,7 @@ from torch import Tensor
 
 from localchat.cache import KVCache
 from localchat.cuda_ops import Summed
+from localchat.kernels.gated_delta_net_few_tokens import MOST_TOKENS
 from localchat.kernels.int4_matmul import int4_matmul
 from localchat.kernels.int8_matmul import int8_matmul
 from localchat.kernels.rms_norm import rms_norm
@@ -31,6 +32,7 @@ from localchat.sampling import Sampling
 WALK = 600_000_000  # bytes: ten times the L2 of an H200
 _LAYERS = 64  # calls of a case at the most
 _PREFILL_CALLS = 4
+_FEW = (8, 16)  # tokens that a delta net takes in one launch, as one
 Call = Callable[[], Any]
 
 
@@ -79,7 +81,7 @@ class Cases:
         return {name: linears for name, linears in found.items() if linears}
 
     def operations(self, contexts: Sequence[int]) -> Iterator[Case]:
-        """One token through each entry of the table."""
+        """One token through each entry of the table, and through a delta net also a few."""
         x, ops, config = self._random(1, self.config.hidden_size), self.ops, self.config
         ids = torch.randint(0, config.vocab_size, (_LAYERS, 1), device=self.device)
         calls: list[Call] = [partial(ops.embedding, row, self.model.embed_tokens) for row in ids]
@@ -88,7 +90,8 @@ class Cases:
             yield self._product_case("operation", name, self.matrices()[name][:1], 1, calls)
         for context in contexts:
             yield from self.attention_case("operation", 1, context)
-        yield from self.delta_net_case("operation", 1)
+        for tokens in (1, *_FEW):
+            yield from self.delta_net_case("operation", tokens)
         calls = [partial(ops.logits, x, self.model.norm, self.head)] * _PREFILL_CALLS
         yield self._product_case("operation", "norm + lm_head", [self.head], 1, calls)
         settings = {
@@ -172,7 +175,8 @@ class Cases:
             return
         heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
         state = heads * dk * dv * 4
-        copies = self._copies(2 * state) if tokens == 1 else 1
+        in_turn = tokens <= MOST_TOKENS
+        copies = self._copies(2 * state) if in_turn else 1
         kinds = ("linear_attention",) * copies
         cache = self._cache(replace(config, num_hidden_layers=copies, layer_types=kinds), 1)
         qkvz = self._random(tokens, config.conv_channels + config.linear_value_size)
@@ -187,7 +191,7 @@ class Cases:
             calls.append(call)
         in_proj = self.delta_nets[0].linear_attn.in_proj_ba
         nbytes = 2 * state + _nbytes(in_proj) + (qkvz.nbytes + 2 * tokens * heads * dv if tokens > 1 else 0)
-        flops = tokens * heads * (6 * dk * dv + (0 if tokens == 1 else 64 * (4 * dk + 4 * dv + 64)))
+        flops = tokens * heads * (6 * dk * dv + (0 if in_turn else 64 * (4 * dk + 4 * dv + 64)))
         flops += 2 * tokens * in_proj.rows * in_proj.columns
         yield Case(group, "gated delta net", f"{heads} heads of {dk} x {dv}", tokens, 0, calls, nbytes, flops)
 

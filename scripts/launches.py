@@ -1,4 +1,6 @@
-"""What one decode step launches, recorded without a card: the model runs on tensors that have shapes and no memory.
+"""What a decode step, or a forward of a few tokens, launches, recorded without a card.
+
+The model runs on tensors that have shapes and no memory.
 
 Triton's own launch is replaced by one that takes notes, so what is found is what the code does, in its order. Needs a
 process without TRITON_INTERPRET, in which `triton.jit` gives kernels that can be compiled.
@@ -13,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from localchat.cache import KVCache
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
@@ -66,23 +69,49 @@ def model_on_meta(entry: Entry) -> Model:
 
 def step_launches(entry: Entry, card: Card, context: int) -> tuple[Model, KVCache, list[Launch]]:
     """A token behind `context` others, as localchat/graph.py captures it."""
-    use(META, card)
-    properties = SimpleNamespace(multi_processor_count=card.multiprocessors)
     launches: list[Launch] = []
-    with mock.patch.object(torch.cuda, "get_device_properties", lambda _device: properties), torch.inference_mode():
-        model = model_on_meta(entry)
-        cache = KVCache(model.config, context + 1, dtype=model.ops.cache_dtype, device=META)
+    with _model_there(entry, card, context + 1) as (model, cache), _recorded(model, launches):
         vocab = model.config.vocab_size
         token, position, place, drawn = (torch.zeros(1, dtype=torch.int64, device=META) for _ in range(4))
         seen = torch.zeros(vocab, dtype=torch.uint8, device=META)
         settings = torch.zeros(8, device=META), torch.zeros(4, dtype=torch.int64, device=META)
         scratch = sampling_scratch(vocab, META)
-        with _recorded(model, launches):
-            mark_seen(token, seen)
-            logits = model.logits(model(token, position, cache))
-            sample(logits, seen, *settings, place, drawn, scratch)
-            advance(drawn, token, position, place)
+        mark_seen(token, seen)
+        logits = model.logits(model(token, position, cache))
+        sample(logits, seen, *settings, place, drawn, scratch)
+        advance(drawn, token, position, place)
     return model, cache, launches
+
+
+def forward_launches(entry: Entry, card: Card, context: int, tokens: int) -> tuple[list[Launch], set[str]]:
+    """A forward of `tokens` behind `context` others with the logits of each; and which operations of torch run."""
+    launches: list[Launch] = []
+    ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=META) for _ in range(2))
+    with _model_there(entry, card, context + tokens) as (model, cache), _recorded(model, launches), _Named() as named:
+        model.logits(model(ids, positions, cache))
+    return launches, named.names
+
+
+class _Named(TorchDispatchMode):
+    """Takes down what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _model_there(entry: Entry, card: Card, length: int) -> Iterator[tuple[Model, KVCache]]:
+    """A model on META as if on `card`, and a cache of that length."""
+    use(META, card)
+    properties = SimpleNamespace(multi_processor_count=card.multiprocessors)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda _device: properties), torch.inference_mode():
+        model = model_on_meta(entry)
+        yield model, KVCache(model.config, length, dtype=model.ops.cache_dtype, device=META)
 
 
 @contextmanager

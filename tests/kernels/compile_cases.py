@@ -26,6 +26,7 @@ from localchat.kernels import (
     attention,
     attention_decode,
     gated_delta_net_decode,
+    gated_delta_net_few_tokens,
     gated_delta_net_prefill,
     int4_matmul,
     int8_matmul,
@@ -92,14 +93,14 @@ def _attention_cases() -> list[Case]:
         gated = {"GATED": d == 256} | ({} if d == 256 else {"gate_ptr": None})
         pointers = f"*{dtype} *{kv} *{kv} {'*fp32 *fp32 ' * (kv == 'i8')}*i64"
         shape = f"D {d} group {group} {kv}"
-        for rows, cut in ((32, True), (10_000, False), (1200, True)):
+        for rows, cut, out in ((32, True, "fp32"), (32, False, "fp16"), (10_000, False, "fp32"), (1200, True, "fp32")):
             for archs in ((80, 86, 89, 120), (90,)):
                 block_m, block_n, warps, stages = attention.prefill_blocks(d, size, rows, archs[0] // 10)
                 cases.append(
                     Case(
                         f"attention_prefill {shape} rows {rows}{' of parts' * cut}",
                         "attention._attention_prefill_kernel",
-                        f"{pointers} {'*fp32 ' * (d == 256)}*fp32 {'*fp32 ' * cut}fp32 i32 i32 i32:16 i32:16",
+                        f"{pointers} {'*fp32 ' * (d == 256)}*{out} {'*fp32 ' * cut}fp32 i32 i32 i32:16 i32:16",
                         {**launch, **gated, "CUT": cut, "BLOCK_M": block_m, "BLOCK_N": block_n}
                         | ({} if cut else {"stats_ptr": None}),
                         num_warps=warps,
@@ -110,7 +111,15 @@ def _attention_cases() -> list[Case]:
     join = {"GATED": True, "GROUP": 6, "D": 256, "ROWS": 8, "AT_ONCE": 8}
     return [
         *cases,
-        Case("attention_join", "attention_parts._attention_join_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32:16", join),
+        *(
+            Case(
+                f"attention_join {out}",
+                "attention_parts._attention_join_kernel",
+                f"*fp32 *fp32 *fp32 *{out} i32 i32:16",
+                join,
+            )
+            for out in ("fp32", "fp16")
+        ),
     ]
 
 
@@ -186,14 +195,15 @@ def _delta_net_cases() -> list[Case]:
                 archs,
             )
         )
-    prefill.append(
+    prefill += [
         Case(
-            "gated_delta_net_prefill norm",
+            f"gated_delta_net_prefill norm {out}",
             f"{module}._gated_norm_kernel",
-            "*fp32 *bf16 *bf16 *bf16 i32 i32:16 i32:16 fp32",
+            f"*fp32 *{inputs} *bf16 *{out} i32 i32:16 i32:16 fp32",
             {"D": 128, "BLOCK_T": 16},
         )
-    )
+        for inputs, out in (("bf16", "bf16"), ("fp32", "fp16"))
+    ]
     decode, kernel, product = [], "gated_delta_net_decode._decode_kernel", "*fp16 *fp32 *i8 *fp32"
     weights, warps = "*bf16 *fp32 *fp32 *bf16 *i64 *bf16 *fp32", gated_delta_net_decode.decode_warps(128, 128)
     sizes = {"L2_EPS": 1e-6, "DK": 128, "DV": 128, "WIDTH": 32}
@@ -219,7 +229,19 @@ def _delta_net_cases() -> list[Case]:
             warps,
         )
     )
-    return [*decode, *prefill]
+    few_module, few = gated_delta_net_few_tokens, []
+    launch = {**sizes, "UNITS": True, "MOST": few_module.MOST_TOKENS, "AT_ONCE": few_module.AT_ONCE}
+    for repeats, dtype in ((3, "fp32"), (2, "fp32"), (1, "fp32"), (3, "bf16")):
+        few.append(
+            Case(
+                f"gated_delta_net_few_tokens {repeats} heads, {dtype}",
+                "gated_delta_net_few_tokens._few_tokens_kernel",
+                f"*{dtype} *fp32 {weights} *i32 *fp32 *fp16 i32 i32:16 i32:16 i32:16 fp32",
+                {**launch, "REPEATS": repeats},
+                warps,
+            )
+        )
+    return [*decode, *few, *prefill]
 
 
 def _sampling_cases() -> list[Case]:

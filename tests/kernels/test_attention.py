@@ -4,6 +4,7 @@ Of an INT8 cache the reference has the same codes and scales; what quantising th
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from localchat.kernels.attention import attention_prefill, attention_reference
 from localchat.kernels.rope_kv_write import quantize_rows
+from localchat.kernels.scaled_half import UNIT
 
 Relative = Callable[[Tensor, Tensor], float]
 pytestmark = pytest.mark.usefixtures("nan_filled")
@@ -82,6 +84,11 @@ def test_prefill_agrees(
         assert relative(cut, wanted * gate.sigmoid()) < BOUNDS[dtype]
     rounded = attention_prefill(q, keys, values, positions, scales=scales, dtype=torch.bfloat16)
     assert torch.equal(rounded, out.bfloat16())
+    for multiprocessors in (1, 20):
+        options: dict[str, Any] = {"dtype": torch.float16, "multiprocessors": multiprocessors}
+        in_units = attention_prefill(q, keys, values, positions, scales=scales, gate=gate, **options)
+        # The interpreter cuts bits of fp16 off.
+        assert relative(in_units.float() * UNIT, wanted * gate.sigmoid()) < BOUNDS[dtype] + 1e-3
 
 
 @CACHES
@@ -164,5 +171,5 @@ def test_refusals() -> None:
         attention_prefill(q, codes, codes, positions, scales=(scales,))
     with pytest.raises(ValueError, match=r"attention_prefill: scales: got float32 \[2, 8\], wanted .* \[2, 9\]"):
         attention_prefill(q, codes, codes, positions, scales=(scales, torch.zeros(2, 8)))
-    with pytest.raises(ValueError, match=r"attention_prefill: got dtype torch\.float16"):
-        attention_prefill(q, keys, keys, positions, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"attention_prefill: got dtype torch\.float64"):
+        attention_prefill(q, keys, keys, positions, dtype=torch.float64)

@@ -10,6 +10,7 @@ from torch import Tensor
 from localchat.kernels.gated_delta_net import gated_delta_net_reference
 from localchat.kernels.gated_delta_net_decode import gated_delta_net_decode
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
+from localchat.kernels.scaled_half import UNIT
 
 Relative = Callable[[Tensor, Tensor], float]
 DeltaNet = Callable[..., dict[str, Any]]
@@ -62,6 +63,8 @@ def test_agrees(
     assert torch.equal(in_bf16, out.bfloat16())
     assert relative(in_bf16, exact) < BOUND + 2**-8  # what bf16 rounds off, at the most
     assert torch.equal(rounded["state"], ours["state"])
+    in_fp16 = gated_delta_net_prefill(**clone(inputs), dtype=torch.float16)
+    assert relative(in_fp16.float() * UNIT, out) < 1e-3  # the interpreter cuts bits off
 
 
 def test_columns_of_wider_products(device: torch.device, delta_net: DeltaNet, relative: Relative) -> None:
@@ -135,8 +138,8 @@ def test_agrees_at_the_real_size(card: torch.device, delta_net: DeltaNet, relati
 
 def test_refusals(delta_net: DeltaNet) -> None:
     inputs = delta_net(torch.device("cpu"), 3)
-    with pytest.raises(ValueError, match=r"gated_delta_net_prefill: got dtype torch\.float16"):
-        gated_delta_net_prefill(**inputs, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"gated_delta_net_prefill: got dtype torch\.float64"):
+        gated_delta_net_prefill(**inputs, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"gated_delta_net_prefill: ba: got float32 \[2, 12\]"):
         gated_delta_net_prefill(**{**inputs, "ba": inputs["ba"][:2]})
     with pytest.raises(ValueError, match=r"gated_delta_net_prefill: qkvz: got .*not contiguous"):

@@ -53,8 +53,8 @@ def test_int4(device: torch.device, shape: tuple[int, int, int], tokens: int, wi
     assert relative(out, wanted) < BOUND
 
 
-@pytest.mark.parametrize("shape", [s[:2] for s in SHAPES], ids=str)
-@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("shape", [*(s[:2] for s in SHAPES), (300, 96)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 33])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_int8(device: torch.device, shape: tuple[int, int], tokens: int, bias: bool) -> None:
     torch.manual_seed(0)

@@ -66,13 +66,19 @@ def test_every_case_runs_and_is_a_line(bench_kernels: ModuleType, interpreted: M
 def test_what_a_call_moves_and_computes(bench_kernels: ModuleType, interpreted: Model) -> None:
     with torch.inference_mode():
         cases = bench_kernels.Cases(interpreted)
-        by_name = {case.name: case for case in cases.operations((1000,))}
+        operations = list(cases.operations((1000,)))
+    by_name = {case.name: case for case in operations if case.tokens == 1}
+    few = {case.tokens: case for case in operations if case.tokens > 1}
     gate_up = by_name["gate_up"]
     assert gate_up.nbytes == 64 * 32 // 2 + 64 * 4  # codes; scale and minimum of each row
     assert gate_up.flops == 2 * 64 * 32
     assert by_name["attention"].nbytes == 2 * 1000 * 16 * 2  # one head of bf16 keys and values
     assert by_name["attention"].flops == 4 * 2 * 16 * 1000
     assert by_name["gated delta net"].nbytes == 2 * 2 * 16 * 16 * 4 + 2 * 2 * (32 + 4)  # steps and decays: INT8 rows
+    assert few.keys() == {8, 16}
+    assert few[8].flops == 8 * by_name["gated delta net"].flops  # one after the other
+    assert few[8].nbytes == by_name["gated delta net"].nbytes + 8 * (96 * 4 + 32 * 2)  # in fp32, out fp16
+    assert len({call.args[5][1].data_ptr() for call in few[16].calls}) == len(few[16].calls) == 64
     assert by_name["norm + lm_head"].nbytes == 64 * 32 + 64 * 4
 
 

@@ -107,6 +107,33 @@ def test_a_step_is_recorded_whole() -> None:
     assert said["batches"] == [[5120, 5], [6144, 5], [17408, 2]]
 
 
+FORWARD = """
+import json, sys
+sys.path[:0] = [sys.argv[1]]
+from launches import forward_launches
+from localchat.kernels.cards import TABLE
+from localchat.registry import MODELS
+seen = {tokens: forward_launches(MODELS["qwen3.5-27b"], TABLE["NVIDIA H200"], 1024, tokens) for tokens in (2, 16)}
+print(json.dumps({t: [[launch.name for launch in launches], sorted(names)] for t, (launches, names) in seen.items()}))
+"""
+
+
+def test_a_forward_of_a_few_tokens_is_its_kernels() -> None:
+    """Six launches a delta net layer, seven an attention layer; torch makes memory and views, and computes nothing."""
+    done = compiling("-c", FORWARD, str(SCRIPTS))
+    assert done.returncode == 0, done.stderr
+    product = "int4_few_tokens_kernel"
+    delta_net = ["_int8_gemv_kernel", "_few_tokens_kernel"]
+    attention = ["_rope_kv_write_kernel", "_attention_prefill_kernel", "_attention_join_kernel"]
+    layers = [[product, *mixer, *[product] * 3] for mixer in (*[delta_net] * 3, attention)] * 16
+    norm = ["_rms_norm_kernel"]
+    first = ["_int8_embedding_kernel", "_rotary_kernel", *norm, product, *norm, *layers[0][1:]]
+    wanted = [*first, *(name for layer in layers[1:] for name in layer), *norm, "_int8_gemm_kernel"]
+    for names, others in json.loads(done.stdout).values():
+        assert names == wanted
+        assert set(others) <= {"aten.empty.memory_format", "aten.empty_like.default", "aten.slice.Tensor"}
+
+
 def test_a_small_model_from_end_to_end() -> None:
     done = compiling(str(SCRIPTS / "expected_decode"), "qwen2.5-0.5b", "--card", "RTX 4090", "--card", "RTX 3090")
     assert done.returncode == 0, done.stderr
