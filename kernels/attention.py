@@ -170,19 +170,19 @@ def _store_columns(
     real,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """out [M, WIDTH]: the columns from FIRST on of rows that begin at `out_at` [M], their gates' at `gate_at` [M].
 
-    Few at a time, so that gates and addresses find room in registers.
+    MOST at a time, so that gates and addresses find room in registers.
     """
-    AT_ONCE: tl.constexpr = 16 if out_ptr.dtype.element_ty == tl.float16 else 32  # 32 in fp16: 8 bytes of stack, sm_86
-    if WIDTH > AT_ONCE:
+    if WIDTH > MOST:
         left, right = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, WIDTH // 2]), (0, 2, 1)))
         rows = (out_ptr, out_at, gate_ptr, gate_at, real)
-        _store_columns(left, *rows, FIRST, WIDTH // 2, BLOCK_M, GATED)
-        _store_columns(right, *rows, FIRST + WIDTH // 2, WIDTH // 2, BLOCK_M, GATED)
+        _store_columns(left, *rows, FIRST, WIDTH // 2, MOST, BLOCK_M, GATED)
+        _store_columns(right, *rows, FIRST + WIDTH // 2, WIDTH // 2, MOST, BLOCK_M, GATED)
     else:
         d = FIRST + tl.arange(0, WIDTH)
         if GATED:
@@ -261,15 +261,16 @@ def _attention_prefill_kernel(
             *(m, l, acc, scale, INT8, False, True, WIDEN),
         )
     token, head = row // GROUP, row % GROUP
+    MOST: tl.constexpr = 16 if D > 64 else 32  # by what leaves nothing on the stack
     if CUT:
         at = ((token * (Q_HEADS // GROUP) + kv_head) * splits + split) * GROUP + head
         tl.store(stats_ptr + at * 2, m, mask=real)
         tl.store(stats_ptr + at * 2 + 1, l, mask=real)
-        _store_columns(acc, out_ptr, at.to(tl.int64) * D, gate_ptr, at, real, 0, D, BLOCK_M, False)
+        _store_columns(acc, out_ptr, at.to(tl.int64) * D, gate_ptr, at, real, 0, D, MOST, BLOCK_M, False)
     else:
         out_at = (token.to(tl.int64) * Q_HEADS + kv_head * GROUP + head) * D
         gate_at = token.to(tl.int64) * GATE_STRIDE + (kv_head * GROUP + head) * D
-        _store_columns(acc * (1.0 / l)[:, None], out_ptr, out_at, gate_ptr, gate_at, real, 0, D, BLOCK_M, GATED)
+        _store_columns(acc * (1.0 / l)[:, None], out_ptr, out_at, gate_ptr, gate_at, real, 0, D, MOST, BLOCK_M, GATED)
 
 
 def attention_prefill(
