@@ -148,13 +148,13 @@ def test_show_says_what_run_would_do(capsys: pytest.CaptureFixture[str], monkeyp
         return capsys.readouterr().out
 
     text = shown("--vram", "16")
-    assert "KV cache, 7,227 tokens, INT8" in text
+    assert "KV cache, 7,197 tokens, INT8" in text
     assert text.endswith(
-        "\n\nkeys and values are kept as INT8: a context of 7,227 tokens does not fit in bf16; "
-        "--kv-cache bf16 has room for 3,670\n"
+        "\n\nkeys and values are kept as INT8: a context of 7,197 tokens does not fit in bf16; "
+        "--kv-cache bf16 has room for 3,655\n"
     )
     assert "what helps" not in text and "INT8: " not in shown("--vram", "24")
-    assert "KV cache, 3,670 tokens " in shown("--vram", "16", "--kv-cache", "bf16")
+    assert "KV cache, 3,655 tokens " in shown("--vram", "16", "--kv-cache", "bf16")
     assert "KV cache, 32,768 tokens, INT8" in shown("--vram", "24", "--kv-cache", "int8")
     lines = shown("--vram", "13").splitlines()
     fixes = lines[lines.index("it does not fit; what helps:") + 1 :]
