@@ -160,5 +160,5 @@ def test_show_says_what_run_would_do(capsys: pytest.CaptureFixture[str], monkeyp
     fixes = lines[lines.index("it does not fit; what helps:") + 1 :]
     assert len(fixes) == 3 and fixes[0] == "  `localchat run qwen3-14b` fits"
     memory = json.loads(shown("--vram", "24", "--ctx", "200000", "--kv-cache", "bf16", "--json"))["memory"]
-    assert memory["fixes"][:2] == ["--kv-cache int8 fits", "--ctx 125740 fits"]
+    assert memory["fixes"][:2] == ["--kv-cache int8 fits", "--ctx 125725 fits"]
     assert (memory["kv_cache"], memory["context"]) == ("bf16", 200_000)
