@@ -220,9 +220,11 @@ def quantize(args: argparse.Namespace) -> Path | None:
         return _streamed(args, out)
     source = store.local_source(path) if path else fetch(args.source, offline=args.offline, yes=args.yes)
     recipe = _recipe(args, source.path)
-    text = Path(args.report).expanduser() if args.report else None
-    if args.report is not None:
-        _check_report(source.path, text)
+    windows = None
+    if args.report is not None:  # before an hour's work, of which it might turn out useless
+        from localchat import quality
+
+        windows = quality.windows_of(source.path, Path(args.report).expanduser() if args.report else None)
     _say_what_happens(args, source.path, recipe)
     flags = {"overwrite": args.overwrite, "resume": args.resume}
     if out:
@@ -231,20 +233,9 @@ def quantize(args: argparse.Namespace) -> Path | None:
         out = store.target(source, repr(recipe))
         with store.locked(out):
             run_conversion(source, out, recipe, **flags)
-    if args.report is not None:
-        from localchat import quality
-
-        quality.print_report(quality.report(source.path, out, text), as_json=args.json)
+    if windows is not None:
+        quality.print_report(quality.report(source.path, out, windows), as_json=args.json)
     return out
-
-
-def _check_report(source: Path, text: Path | None) -> None:
-    """Refuse a text that no report could be made with before the conversion, which may take an hour."""
-    from localchat import quality
-    from localchat.quantize.convert import open_source
-
-    with open_source(source) as opened:
-        quality.windows_of(opened, text)
 
 
 def _streamed(args: argparse.Namespace, out: Path | None) -> Path:

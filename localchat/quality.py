@@ -14,7 +14,6 @@ from localchat.prepare import say, size_text
 
 if TYPE_CHECKING:
     from localchat.quantize.report import Quality
-    from localchat.quantize.source import Source
 
 
 @dataclass(frozen=True)
@@ -33,26 +32,27 @@ class Report:
     device: str
 
 
-def windows_of(source: "Source", text: Path | None) -> list[list[int]]:
-    """The text of a report as ids. text: a file, None for the shipped one.
+def windows_of(source: Path, text: Path | None) -> list[list[int]]:
+    """The text of a report as the source's ids. text: a file, None for the shipped one.
 
     Raises:
         BadCheckpoint: the model has no tokenizer that can be read, or another model's.
         UserError: the text cannot be read, or is too short.
     """
     from localchat.quantize.calibration_text import check_ids, report_windows
+    from localchat.quantize.convert import open_source
 
-    windows = report_windows(source.files(), text)
-    check_ids(source, windows)
+    with open_source(source) as opened:
+        windows = report_windows(opened.files(), text)
+        check_ids(opened, windows)
     return windows
 
 
-def report(source: Path, folder: Path, text: Path | None) -> Report:
-    """Compare the packed model in `folder` with the source it was made from. text: a file, None for the shipped one.
+def report(source: Path, folder: Path, windows: list[list[int]]) -> Report:
+    """Compare the packed model in `folder` with the source it was made from, over `windows_of` a text.
 
     Raises:
         BadCheckpoint: one of them cannot be read.
-        UserError: see windows_of.
     """
     import torch
 
@@ -68,7 +68,6 @@ def report(source: Path, folder: Path, text: Path | None) -> Report:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with open_source(source) as opened:
-        windows = windows_of(opened, text)
         say(f"comparing with the source over {sum(map(len, windows)):,} tokens")
         quality = compare_folder(opened, folder, windows, device)
         weights = sum(math.prod(shape) for shape in opened.shapes.values())

@@ -181,12 +181,13 @@ def _stored(
 
 def _refuse_quantised(folder: Path, names: Collection[str]) -> None:
     """Name the tool that has quantised some of these tensors, of which config.json does not speak."""
-    for suffix, tool in _QUANTISED.items():
-        for name in (name for name in names if name.endswith(suffix)):
-            raise BadCheckpoint(
-                f"{folder}: {name} is quantised by {tool}, but config.json has no quantization_config that says how: "
-                f"{USE_INSTEAD}."
-            )
+    found = ((name, tool) for suffix, tool in _QUANTISED.items() for name in names if name.endswith(suffix))
+    name, tool = next(found, ("", ""))
+    if tool:
+        raise BadCheckpoint(
+            f"{folder}: {name} is quantised by {tool}, but config.json has no quantization_config that says how: "
+            f"{USE_INSTEAD}."
+        )
 
 
 def _canonical_names(
