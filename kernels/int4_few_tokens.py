@@ -24,6 +24,7 @@ the next kernel start, which does nothing when it is repeated. So that one stand
 
 from localchat.kernels.activations import silu
 from localchat.kernels.ahead import ask_for
+from localchat.kernels.fragments import LOAD_WORDS, row_sums
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import tile_offset
 from localchat.kernels.int4_fragments import raw_product, scaled_product, sums_of_x
@@ -32,8 +33,6 @@ from localchat.kernels.scaled_half import in_units, row_factors
 
 FEW_TOKENS = 64
 
-# Loads that keep their order among each other; words are read once, so no cache close to the processor keeps them.
-_LOAD_WORDS = tl.constexpr("ld.relaxed.cta.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD_PAIR = tl.constexpr("ld.relaxed.cta.global.b32 $0, [$1];")
 
 
@@ -47,7 +46,7 @@ def _words(
     at = w_ptr + tile_offset(block, tile, lane % 8 + BELOW, c, words_k, WHOLE)
     if EVEN and USE_PTX:
         return tl.inline_asm_elementwise(
-            _LOAD_WORDS, "=r,=r,=r,=r,l,l,l,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=4
+            LOAD_WORDS, "=r,=r,=r,=r,l,l,l,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=4
         )
     return tl.load(at, mask=c < words_k - tile * 16, other=0, eviction_policy="evict_first")
 
@@ -222,14 +221,6 @@ def _steps(
 
 
 @triton.jit
-def _rows(acc, PARTS: tl.constexpr, TOKENS: tl.constexpr):
-    """The parts and the columns of a token together: [16 rows, TOKENS]."""
-    acc = tl.permute(tl.reshape(acc, [PARTS, 8, 4, 2, 2]), (0, 3, 1, 2, 4))  # [part, row // 8, row % 8, column]
-    y = tl.sum(tl.reshape(acc, [PARTS, 128]), 0)
-    return tl.sum(tl.reshape(y, [16, 8 // TOKENS, TOKENS]), 1)
-
-
-@triton.jit
 def int4_few_tokens_kernel(
     x_ptr,
     row_scale_ptr,
@@ -323,7 +314,7 @@ def int4_few_tokens_kernel(
         )  # fmt: skip
     n, token = block * 16 + tl.arange(0, 16)[:, None], tokens[None, :]
     mask = (token < T) & (n < N)
-    y = _rows(acc, PARTS, TOKENS) * factor[None, :]
+    y = row_sums(acc, PARTS, TOKENS) * factor[None, :]
     at = token * N + n
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)

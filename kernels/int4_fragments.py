@@ -1,29 +1,17 @@
 """Pieces of the INT4 product for tensor cores: a tile of packed words as fragments of an instruction.
 
-mma.m16n8k16 multiplies 16 rows x 16 inputs with 16 inputs x 8 tokens and adds to fp32 sums (PTX ISA, "Matrix fragments
-for mma.m16n8k16"). A tile of the packed format is eight of them, without a shuffle: lane 4g + t of a warp holds words
-4t..4t+3 of rows g and g + 8, and for each nibble position p the pairs of x that meet them, for token g. Two words of
-both rows and one p are an A fragment, their pairs of x its B fragment; which input is which does not matter, as both
-sides agree. The sums of lane 4g + t are, as element r, of row g + 8 (r >= 2) and token 2t + (r & 1).
-
-A tensor [PARTS * 8, 16] (sizePerThread [1, 4], threadsPerWarp [8, 4]) is that for PARTS warps, and inline PTX with
-pack = 4 is an instruction for a warp. Triton gives this layout to what it loads in 16 bytes a lane; that it stays so is
-tested (tests/kernels/test_int4_few_tokens.py). Every piece has a twin in plain Triton, which the interpreter runs.
+A tile of the packed format is eight of mma.m16n8k16 (see fragments.py), without a shuffle: lane 4g + t of a warp holds
+words 4t..4t+3 of rows g and g + 8, and for each nibble position p the pairs of x that meet them, for token g. Two words
+of both rows and one p are an A fragment, their pairs of x its B fragment; which input is which does not matter, as both
+sides agree. Every piece has a twin in plain Triton, which the interpreter runs.
 
 A nibble becomes fp16 by one logical operation, as 1024 + q at even positions and 1024 + 16 q at odd ones. Raw, these
 are multiplied; the sums of even and of odd positions are apart, the odd ones count a 16th, and both start at what is
 too much: x times a constant. Scaled, each becomes s * q + m in fp16 first.
 """
 
+from localchat.kernels.fragments import four, fragment, mma
 from localchat.kernels.gpu import tl, triton
-
-
-def _mma(into: str, a: str, b: str, plus: str) -> str:
-    return f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {into}, {a}, {b}, {plus};\n"
-
-
-def _four(first: int) -> str:
-    return "{" + ", ".join(f"${first + i}" for i in range(4)) + "}"
 
 
 def _x(first: int, p: int, i: int) -> str:
@@ -52,8 +40,8 @@ def _sums_ptx(even: str, odd: str) -> str:
     text = f"{{ .reg .b32 c0, c1; .reg .f32 z;\nmov.b32 c0, {even};\nmov.b32 c1, {odd};\nmov.f32 z, 0f00000000;\n"
     for i in (0, 2):
         for p in range(4):
-            into, c = _four(4 * (p % 2)), f"c{p % 2}"
-            text += _mma(into, f"{{{c}, {c}, {c}, {c}}}", _x(8, p, i), into if i or p >= 2 else "{z, z, z, z}")
+            into, c = four(4 * (p % 2)), f"c{p % 2}"
+            text += mma(into, f"{{{c}, {c}, {c}, {c}}}", _x(8, p, i), into if i or p >= 2 else "{z, z, z, z}")
     return text + "}"
 
 
@@ -63,9 +51,9 @@ def _raw_ptx() -> str:
     for i in (0, 2):
         text += _shifted(8, i)
         for p in range(4):
-            into = _four(4 * (p % 2))
-            start = into if i or p >= 2 else _four(32 + 4 * (p % 2))
-            text += _nibbles(8, i, p) + _mma(into, "{a0, a1, a2, a3}", _x(16, p, i), start)
+            into = four(4 * (p % 2))
+            start = into if i or p >= 2 else four(32 + 4 * (p % 2))
+            text += _nibbles(8, i, p) + mma(into, "{a0, a1, a2, a3}", _x(16, p, i), start)
     return text + "}"
 
 
@@ -85,9 +73,9 @@ def _scaled_ptx(has_min: bool) -> str:
                 a, scale, least = f"a{k}", f"${32 + 2 * (k % 2)}", f"${36 + 2 * (k % 2)}"
                 text += f"fma.rn.f16x2 {a}, {a}, f, o;\n" if p % 2 else f"sub.f16x2 {a}, {a}, e;\n"
                 text += f"fma.rn.f16x2 {a}, {a}, {scale}, {least};\n" if has_min else f"mul.f16x2 {a}, {a}, {scale};\n"
-            into = _four(4 * (i // 2))
+            into = four(4 * (i // 2))
             start = into if p else "{z, z, z, z}"
-            text += _mma(into, "{a0, a1, a2, a3}", _x(16, p, i), start)
+            text += mma(into, "{a0, a1, a2, a3}", _x(16, p, i), start)
     return text + "}"
 
 
@@ -105,13 +93,6 @@ _SUMS_OPERANDS = tl.constexpr(_operands("r16"))
 _RAW_OPERANDS = tl.constexpr(_operands("r8", "r16", "f8"))
 _SCALED_OPERANDS = tl.constexpr(_operands("r8", "r16", "r4"))
 _SCALED_MIN_OPERANDS = tl.constexpr(_operands("r8", "r16", "r8"))
-
-
-@triton.jit
-def _fragment(upper, lower, PARTS: tl.constexpr):
-    """Rows g and rows g + 8 of a product, each [PARTS, 8 rows, 8 tokens] -> as the accumulator has them."""
-    upper, lower = tl.reshape(upper, [PARTS, 8, 4, 2]), tl.reshape(lower, [PARTS, 8, 4, 2])
-    return tl.reshape(tl.permute(tl.join(upper, lower), (0, 1, 2, 4, 3)), [PARTS * 8, 16])
 
 
 @triton.jit
@@ -137,7 +118,7 @@ def sums_of_x(x0, x1, x2, x3, HAS_MIN: tl.constexpr, PARTS: tl.constexpr, USE_PT
         zero = tl.zeros_like(x0)
         even = _twin_dot(zero, 0.0, 1.0, x0, 0, PARTS) + _twin_dot(zero, 0.0, 1.0, x2, 2, PARTS)
         odd = _twin_dot(zero, 0.0, 1.0, x1, 1, PARTS) + _twin_dot(zero, 0.0, 1.0, x3, 3, PARTS)
-        even, odd = _fragment(even, even, PARTS), _fragment(odd, odd, PARTS)
+        even, odd = fragment(even, even, PARTS), fragment(odd, odd, PARTS)
         if not HAS_MIN:
             even, odd = even * -1032, odd * -1152
     total = even + odd
@@ -161,10 +142,10 @@ def raw_product(w_up, w_low, x0, x1, x2, x3, even, odd, PARTS: tl.constexpr, USE
     else:
         up = _twin_dot(w_up, 1.0, 1024.0, x0, 0, PARTS) + _twin_dot(w_up, 1.0, 1024.0, x2, 2, PARTS)
         low = _twin_dot(w_low, 1.0, 1024.0, x0, 0, PARTS) + _twin_dot(w_low, 1.0, 1024.0, x2, 2, PARTS)
-        even += _fragment(up, low, PARTS)
+        even += fragment(up, low, PARTS)
         up = _twin_dot(w_up, 16.0, 1024.0, x1, 1, PARTS) + _twin_dot(w_up, 16.0, 1024.0, x3, 3, PARTS)
         low = _twin_dot(w_low, 16.0, 1024.0, x1, 1, PARTS) + _twin_dot(w_low, 16.0, 1024.0, x3, 3, PARTS)
-        odd += _fragment(up, low, PARTS)
+        odd += fragment(up, low, PARTS)
     return odd * 0.0625 + even
 
 
@@ -189,7 +170,7 @@ def scaled_product(
     if not USE_PTX:
         up = _twin_rows(w_up, s_up, m_up, x0, x1, x2, x3, HAS_MIN, PARTS)
         low = _twin_rows(w_low, s_low, m_low, x0, x1, x2, x3, HAS_MIN, PARTS)
-        return _fragment(up, low, PARTS)
+        return fragment(up, low, PARTS)
     if HAS_MIN:
         first, second = tl.inline_asm_elementwise(
             _SCALED_MIN,

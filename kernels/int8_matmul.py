@@ -1,21 +1,31 @@
 """Product with INT8 rows: y = x (scales * W)^T + bias; for lm_head and for matrices kept at 8 bits.
 
 x [T, K], y [T, N]; weight int8 [N, K], scales fp32 [N], bias [N].
-Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "scaled half", as for the INT4 product; one
-kernel serves one token, and a few where the matrix is narrow, one with tl.dot more, and `dequantize_int8` fills bf16
-scratch for more.
+Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "scaled half", as for the INT4 product:
+
+    int8_few_tokens 1 to 8 tokens: tensor-core instructions fed from registers.
+    vector kernel   the same, one by one, where the matrix is narrow; and one token of rows that are not 16-byte pieces.
+    tl.dot          up to some 32 tokens.
+    dequantize_int8 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int8_codes import exact
+from localchat.kernels.int8_few_tokens import int8_few_tokens_kernel
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 
-# Rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps' weights are asked
-# for at once: all of a row of an lm_head.
+# Warps of a program of int8_few_tokens, and tiles that each asks for at once: predicted, not measured yet; see NOTES.md.
+FRAGMENTS = (4, 5)
+FEW_TOKENS = 8
+BODY = 20  # steps that are written out, all of an lm_head's 5,120 inputs; longer rows are a loop
+# The vector kernel's rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps'
+# weights are asked for at once.
 GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
 # Outputs up to which FEW tokens are taken one by one by programs of their own: a narrow matrix is few programs, which
 # walk over K with one load in flight after the other (tl.dot: 80 rounds of two programs for a delta net's 96 x 5120).
@@ -157,11 +167,16 @@ def int8_matmul(
     *,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    settings: tuple[int, int] | None = None,
+    use_ptx: bool | None = None,
 ) -> Tensor:
     """x fp16 [T, K] with row_scale fp32 [T] (scaled half) -> y [T, N] in `dtype`.
 
-    bias [N] and residual [T, N] are added in the epilogue. T = 1 takes the vector kernel, and FEW tokens where N is at
-    most NARROW.
+    bias [N] and residual [T, N] are added in the epilogue. Up to FEW_TOKENS tokens take int8_few_tokens, but where N is
+    at most NARROW: there the vector kernel takes FEW of them.
+
+    settings: warps and batch of int8_few_tokens; None: FRAGMENTS. use_ptx: its inline PTX or its plain twin; None: PTX
+    on CUDA, where the interpreter has none.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
@@ -176,6 +191,15 @@ def int8_matmul(
     stored = (weight, scales, scales if bias is None else bias, scales if residual is None else residual)
     factors, parts, eps, squares = factor_options(row_scale)
     flags = {"SQUARES": squares, "HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
+    if tokens <= FEW_TOKENS and n > NARROW and k % 16 == 0:
+        int8_few_tokens_kernel[(triton.cdiv(n, 16),)](
+            *(x, factors, *stored, y, tokens, n, k // 16, parts, eps),
+            **flags,
+            **few_tokens_options(tokens, k, settings or FRAGMENTS),
+            USE_PTX=x.is_cuda if use_ptx is None else use_ptx,
+            **pdl_options(x),
+        )
+        return y
     if tokens == 1 or (tokens <= FEW and n <= NARROW):
         _int8_gemv_kernel[(triton.cdiv(n, GEMV_ROWS), tokens)](
             *(x, factors, *stored, y, n, k, parts, eps),
@@ -198,6 +222,25 @@ def int8_matmul(
         num_stages=3,
     )
     return y
+
+
+def few_tokens_options(tokens: int, k: int, settings: tuple[int, int]) -> dict[str, Any]:
+    """The constants of int8_few_tokens. Rows of BODY steps and a batch are written out, what is before is a loop."""
+    parts, batch = settings
+    steps = -(-k // (64 * parts))
+    batch = min(batch, steps, BODY)
+    count = BODY // batch * batch
+    bodies = 0 if steps <= BODY else (steps - batch) // count
+    return {
+        "EVEN": k % (64 * parts) == 0,
+        "TOKENS": next(t for t in (1, 2, 4, 8) if t >= tokens),
+        "LOOP": bodies > 0,
+        "COUNT": count,
+        "LAST": steps - bodies * count,
+        "BATCH": batch,
+        "PARTS": parts,
+        "num_warps": parts,
+    }
 
 
 def gemv_steps(k: int) -> int:

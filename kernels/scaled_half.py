@@ -69,13 +69,28 @@ def in_units(y):
 @triton.jit
 def row_factors(ptr, token, tokens, parts, K, eps, SQUARES: tl.constexpr):
     """Row scales of the tokens [N], or what `Squares` make of them; SQUARES: 0, or a power of two >= parts."""
+    return factors_of(load_factors(ptr, token, tokens, parts, SQUARES), K, eps, SQUARES)
+
+
+@triton.jit
+def load_factors(ptr, token, tokens, parts, SQUARES: tl.constexpr):
+    """The first half of `row_factors`, which only loads: [N], or [N, SQUARES]."""
     if SQUARES == 0:
-        factors = tl.load(ptr + token, mask=token < tokens, other=0.0)
+        loaded = tl.load(ptr + token, mask=token < tokens, other=0.0)
     else:
         part = tl.arange(0, SQUARES)
         mask = (token < tokens)[:, None] & (part < parts)[None, :]
-        squares = tl.load(ptr + token[:, None] * parts + part[None, :], mask=mask, other=0.0)
-        factors = _UNIT / tl.sqrt_rn(tl.sum(squares, 1) / K + eps)
+        loaded = tl.load(ptr + token[:, None] * parts + part[None, :], mask=mask, other=0.0)
+    return loaded
+
+
+@triton.jit
+def factors_of(loaded, K, eps, SQUARES: tl.constexpr):
+    """The second half of `row_factors`."""
+    if SQUARES == 0:
+        factors = loaded
+    else:
+        factors = _UNIT / tl.sqrt_rn(tl.sum(loaded, 1) / K + eps)
     return factors
 
 

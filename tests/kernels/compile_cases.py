@@ -303,6 +303,36 @@ def _product_cases() -> list[Case]:
     ]
 
 
+def _int8_few_tokens_cases() -> list[Case]:
+    """An lm_head with each number of columns; other settings; K with masks, in a loop, and of few steps."""
+    cases = []
+    for n, k, tokens, settings in (
+        (248320, 5120, 1, int8_matmul.FRAGMENTS),
+        (248320, 5120, 2, int8_matmul.FRAGMENTS),
+        (248320, 5120, 4, int8_matmul.FRAGMENTS),
+        (248320, 5120, 8, int8_matmul.FRAGMENTS),
+        *((248320, 5120, tokens, settings) for settings in ((4, 3), (2, 10), (8, 2)) for tokens in (1, 8)),
+        (151936, 896, 1, int8_matmul.FRAGMENTS),
+        (151936, 8192, 1, int8_matmul.FRAGMENTS),
+        (49152, 1424, 8, int8_matmul.FRAGMENTS),
+        (49152, 576, 1, int8_matmul.FRAGMENTS),
+    ):
+        launch = int8_matmul.few_tokens_options(tokens, k, settings)
+        parts, batch = launch.pop("num_warps"), launch["BATCH"]
+        launch |= {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 512 if k == 5120 else 0, "USE_PTX": True}
+        launch |= {"T": 1} if tokens == 1 else {}
+        cases.append(
+            Case(
+                f"int8_few_tokens {n} x {k} {tokens} tokens, {parts} parts batch {batch}",
+                "int8_few_tokens.int8_few_tokens_kernel",
+                f"*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32",
+                launch,
+                parts,
+            )
+        )
+    return cases
+
+
 def _few_tokens_cases() -> list[Case]:
     """All forms with and without a minimum, K with and without masks, each number of columns; other settings."""
     cases = []
@@ -398,6 +428,7 @@ def cases() -> list[Case]:
         ),
         *_product_cases(),
         *_few_tokens_cases(),
+        *_int8_few_tokens_cases(),
         *_attention_cases(),
         *_attention_decode_cases(),
         *_delta_net_cases(),
