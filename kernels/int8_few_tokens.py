@@ -31,9 +31,7 @@ def _words(row, tile, words_k, EVEN: tl.constexpr, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def _fetch(
-    up, low, step, words_k, COUNT: tl.constexpr, EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr
-):
+def _fetch(up, low, step, words_k, COUNT: tl.constexpr, EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr):
     """COUNT tiles of each part from step `step` on: for each the words of rows g and of rows g + 8."""
     fetched = ()
     for j in tl.static_range(COUNT):
@@ -120,9 +118,7 @@ def _steps(
             following = _fetch(up, low, body + COUNT, words_k, NEXT, EVEN, USE_PTX, PARTS)
             columns = _early_columns(x_ptr, behind, steps, T, words_k, COUNT if STAY else 0, NEXT, EVEN, PARTS, TOKENS)
         let_next_start(PDL)  # a fence
-        acc, x = _multiply(
-            acc, words, x, early, x_ptr, body, steps, T, words_k, b, BATCH, EVEN, USE_PTX, PARTS, TOKENS
-        )
+        acc, x = _multiply(acc, words, x, early, x_ptr, body, steps, T, words_k, b, BATCH, EVEN, USE_PTX, PARTS, TOKENS)
         words, early = following, columns
     return acc, words, early, x
 

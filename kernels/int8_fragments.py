@@ -12,13 +12,15 @@ from localchat.kernels.gpu import tl, triton
 
 
 def _codes_ptx() -> str:
-    """Codes times x, in two chains. $0-$3, $4-$7 sums; $8-$11 words of rows g, $12-$15 of g + 8; $16-$23 x."""
-    text = "{ .reg .b32 a0, a1, a2, a3, up, low, s, b, o; .reg .f32 z;\n"
-    text += "mov.b32 s, 0x80808080;\nmov.b32 b, 0x64646464;\nmov.b32 o, 0x64806480;\nmov.f32 z, 0f00000000;\n"
+    """Codes times x, in two chains. $0-$3, $4-$7 sums; $8-$11 words of rows g, $12-$15 of g + 8; $16-$23 x; $24 is
+    0x64 four times.
+    """
+    text = "{ .reg .b32 a0, a1, a2, a3, up, low, s, o; .reg .f32 z;\n"
+    text += "mov.b32 s, 0x80808080;\nmov.b32 o, 0x64806480;\nmov.f32 z, 0f00000000;\n"
     for i in range(4):
         text += f"xor.b32 up, ${8 + i}, s;\nxor.b32 low, ${12 + i}, s;\n"
         for k in range(4):  # a byte of the word, 0x64, the next, 0x64
-            text += f"prmt.b32 a{k}, {('up', 'low')[k % 2]}, b, {('0x4140', '0x4342')[k // 2]};\n"
+            text += f"prmt.b32 a{k}, {('up', 'low')[k % 2]}, $24, {('0x4140', '0x4342')[k // 2]};\n"
             text += f"sub.f16x2 a{k}, a{k}, o;\n"
         into = four(4 * (i % 2))
         text += mma(into, "{a0, a1, a2, a3}", f"{{${16 + 2 * i}, ${17 + 2 * i}}}", into if i >= 2 else "{z, z, z, z}")
@@ -26,7 +28,7 @@ def _codes_ptx() -> str:
 
 
 _CODES = tl.constexpr(_codes_ptx())
-_OPERANDS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] * 16))
+_OPERANDS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] * 20))
 
 
 @triton.jit
@@ -45,11 +47,19 @@ def _twin_rows(w, first, second, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _high_bytes(PARTS: tl.constexpr):
+    """0x64 four times, [PARTS * 8, 16], but no constant: of one, ptxas makes a copy in front of most permutations."""
+    row = tl.program_id(0) * 16 + tl.arange(0, PARTS * 8)[:, None]
+    return tl.broadcast_to((row >> 31) + 0x64646464, [PARTS * 8, 16])
+
+
+@triton.jit
 def code_product(up, low, first, second, PARTS: tl.constexpr, USE_PTX: tl.constexpr):
-    """What a tile of each part gives before its scales, each argument int32 [PARTS * 8, 16]; -> fp32 [PARTS * 8, 16]."""
+    """What a tile of each part gives before its scales: words and pairs [PARTS * 8, 16] -> fp32, the same shape."""
     if USE_PTX:
+        inputs = [up, low, first, second, _high_bytes(PARTS)]
         one, other = tl.inline_asm_elementwise(
-            _CODES, _OPERANDS, [up, low, first, second], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
+            _CODES, _OPERANDS, inputs, dtype=(tl.float32, tl.float32), is_pure=True, pack=4
         )
         y = one + other
     else:

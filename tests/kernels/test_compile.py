@@ -55,7 +55,7 @@ def test_compiles(report: dict[str, dict[str, Any]], case: str) -> None:
     assert usage["stack"] == usage["local"] == 0
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("int4_few_tokens")])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("int4_few_tokens", "int8_few_tokens"))])
 def test_fragments_lie_as_the_instruction_takes_them(report: dict[str, dict[str, Any]], case: str) -> None:
     """The right answer depends on it, and Triton promises it nowhere: lane 4g + t has columns 4t..4t+3 of row g.
 
