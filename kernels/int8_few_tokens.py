@@ -19,24 +19,34 @@ from localchat.kernels.scaled_half import factors_of, load_factors
 
 
 @triton.jit
-def _words(row, tile, words_k, EVEN: tl.constexpr, USE_PTX: tl.constexpr):
-    """Of each part's tile, the words of the rows that begin at `row` [PARTS * 8, 1]: int32 [PARTS * 8, 16]."""
-    c = tl.arange(0, 16)[None, :]
-    at = row + (tile * 16 + c)
+def _words(own, tile, words_k, EVEN: tl.constexpr, USE_PTX: tl.constexpr):
+    """What lies at `own` [PARTS * 8, 16], of each part's tile [PARTS * 8, 1]: int32, zeros outside K."""
     if EVEN and USE_PTX:
         return tl.inline_asm_elementwise(
-            LOAD_WORDS, "=r,=r,=r,=r,l,l,l,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=4
+            LOAD_WORDS, "=r,=r,=r,=r,l,l,l,l", [own.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=4
         )
-    return tl.load(at, mask=c < words_k - tile * 16, other=0, eviction_policy="evict_first")
+    c = tl.arange(0, 16)[None, :]
+    return tl.load(own, mask=c < words_k - tile * 16, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _fetch(up, low, step, words_k, COUNT: tl.constexpr, EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr):
-    """COUNT tiles of each part from step `step` on: for each the words of rows g and of rows g + 8."""
+def _fetch(
+    up, low, body, words_k, FIRST: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr, USE_PTX: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """COUNT tiles of each part, from the FIRST of a body on: for each the words of rows g and of rows g + 8.
+
+    up, low: where those of step 0 lie. Constants are added last: instructions have a place for them, and no register.
+    """
     fetched = ()
-    for j in tl.static_range(COUNT):
-        tile = (step + j) * PARTS + tl.arange(0, PARTS * 8)[:, None] // 8
-        both = _words(up, tile, words_k, EVEN, USE_PTX), _words(low, tile, words_k, EVEN, USE_PTX)
+    up += body * (PARTS * 16)
+    low += body * (PARTS * 16)
+    for j in tl.static_range(FIRST, FIRST + COUNT):
+        tile = (body + j) * PARTS + tl.arange(0, PARTS * 8)[:, None] // 8
+        both = (
+            _words(up + j * PARTS * 16, tile, words_k, EVEN, USE_PTX),
+            _words(low + j * PARTS * 16, tile, words_k, EVEN, USE_PTX),
+        )
         fetched = fetched + (both,)  # type: ignore[assignment]  # noqa: RUF005 -- Triton knows no other way
     return fetched
 
@@ -112,10 +122,10 @@ def _steps(
     x = words[0]  # no x: a body's first step takes its own, and this has the type
     for b in tl.static_range(0, COUNT, BATCH):
         if b + BATCH < COUNT:
-            following = _fetch(up, low, body + b + BATCH, words_k, BATCH, EVEN, USE_PTX, PARTS)
+            following = _fetch(up, low, body, words_k, b + BATCH, BATCH, EVEN, USE_PTX, PARTS)
             columns = _early_columns(x_ptr, body, steps, T, words_k, b + BATCH, BATCH, EVEN, PARTS, TOKENS)
         else:
-            following = _fetch(up, low, body + COUNT, words_k, NEXT, EVEN, USE_PTX, PARTS)
+            following = _fetch(up, low, body, words_k, COUNT, NEXT, EVEN, USE_PTX, PARTS)
             columns = _early_columns(x_ptr, behind, steps, T, words_k, COUNT if STAY else 0, NEXT, EVEN, PARTS, TOKENS)
         let_next_start(PDL)  # a fence
         acc, x = _multiply(acc, words, x, early, x_ptr, body, steps, T, words_k, b, BATCH, EVEN, USE_PTX, PARTS, TOKENS)
@@ -154,12 +164,13 @@ def int8_few_tokens_kernel(
     let_next_start(PDL)
     words_k = K16 * 4
     steps = tl.cdiv(words_k, 16 * PARTS)
-    row = tl.program_id(0) * 16 + tl.arange(0, PARTS * 8)[:, None] % 8
-    first = w_ptr.to(tl.pointer_type(tl.int32))
+    lane = tl.arange(0, PARTS * 8)[:, None]
+    row = tl.program_id(0) * 16 + lane % 8
+    first = w_ptr.to(tl.pointer_type(tl.int32)) + (lane // 8 * 16 + tl.arange(0, 16)[None, :])
     up = first + tl.minimum(row, N - 1).to(tl.int64) * words_k  # of rows behind the last nobody looks at the sums
     low = first + tl.minimum(row + 8, N - 1).to(tl.int64) * words_k
     TAIL: tl.constexpr = (LAST - 1) % BATCH + 1  # the last batch
-    words = _fetch(up, low, 0, words_k, BATCH, EVEN, USE_PTX, PARTS)
+    words = _fetch(up, low, 0, words_k, 0, BATCH, EVEN, USE_PTX, PARTS)
     tokens = tl.arange(0, TOKENS)
     n, token = tl.program_id(0) * 16 + tl.arange(0, 16)[:, None], tokens[None, :]
     mask, at = (token < T) & (n < N), token * N + n
@@ -177,7 +188,7 @@ def int8_few_tokens_kernel(
                 acc, words, early, x_ptr, up, low, body, steps, T, words_k, COUNT, BATCH, False,
                 BATCH, EVEN, USE_PTX, PARTS, TOKENS, PDL,
             )  # fmt: skip
-    body = steps - LAST
+    body = steps - LAST if LOOP else 0
     x = words[0]
     if LAST > TAIL:
         acc, words, early, x = _steps(

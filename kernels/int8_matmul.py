@@ -23,7 +23,7 @@ from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 # Warps of a program of int8_few_tokens, and tiles that each asks for at once: not measured yet; see NOTES.md.
 FRAGMENTS = (4, 4)
 FEW_TOKENS = 8
-BODY = 20  # steps that are written out, all of an lm_head's 5,120 inputs; longer rows are a loop
+BODY = 32  # steps that are written out, all of an lm_head's 5,120 inputs; longer rows are a loop
 # The vector kernel's rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps'
 # weights are asked for at once.
 GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
