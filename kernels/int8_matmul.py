@@ -23,7 +23,7 @@ from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 # Warps of a program of int8_few_tokens, and tiles that each asks for at once: not measured yet; see NOTES.md.
 FRAGMENTS = (4, 4)
 FEW_TOKENS = 8
-BODY = 32  # steps that are written out, all of an lm_head's 5,120 inputs; longer rows are a loop
+WHOLE, BODY = 32, 8  # steps (of 256 inputs) that are written out; more are a loop of so many
 # The vector kernel's rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps'
 # weights are asked for at once.
 GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
@@ -225,12 +225,12 @@ def int8_matmul(
 
 
 def few_tokens_options(tokens: int, k: int, settings: tuple[int, int]) -> dict[str, Any]:
-    """The constants of int8_few_tokens. Rows of BODY steps and a batch are written out, what is before is a loop."""
+    """The constants of int8_few_tokens."""
     parts, batch = settings
     steps = -(-k // (64 * parts))
-    batch = min(batch, steps, BODY)
-    count = BODY // batch * batch
-    bodies = 0 if steps <= BODY else (steps - batch) // count
+    batch = min(batch, steps)
+    count = max(1, BODY // batch) * batch
+    bodies = 0 if steps <= WHOLE else (steps - batch) // count
     return {
         "EVEN": k % (64 * parts) == 0,
         "TOKENS": next(t for t in (1, 2, 4, 8) if t >= tokens),

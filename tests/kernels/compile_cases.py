@@ -314,6 +314,7 @@ def _int8_few_tokens_cases() -> list[Case]:
         *((248320, 5120, tokens, settings) for settings in ((4, 2), (4, 5), (8, 2)) for tokens in (1, 8)),
         (151936, 896, 1, int8_matmul.FRAGMENTS),
         (151936, 8192, 1, int8_matmul.FRAGMENTS),
+        *((5120, 27648, tokens, int8_matmul.FRAGMENTS) for tokens in (1, 8)),
         (49152, 1424, 8, int8_matmul.FRAGMENTS),
         (49152, 576, 1, int8_matmul.FRAGMENTS),
     ):
