@@ -25,11 +25,10 @@ REVISION = 1
 
 
 class Fragments(NamedTuple):
-    """int4_few_tokens: warps of a program, tiles that a warp asks for at once, and bytes asked for into L2 besides."""
+    """int4_few_tokens: warps of a program, and tiles that a warp asks for at once."""
 
     parts: int
     batch: int
-    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Card:
 
 
 DEFAULT = Settings(
-    few=Fragments(4, 5), tail=Fragments(4, 2), many=Fragments(4, 5), long=Fragments(4, 2), crossover=32
+    few=Fragments(4, 5), tail=Fragments(4, 2), many=Fragments(4, 3), long=Fragments(4, 2), crossover=32
 )  # fmt: skip
 # Before 9.0 nothing holds loads in batches where they are asked for (int4_few_tokens.py), and with five of them some
 # shapes leave 8 bytes on the stack (Triton 3.6, sm_86 and 89).

@@ -23,13 +23,12 @@ the next kernel start, which does nothing when it is repeated. So that one stand
 """
 
 from localchat.kernels.activations import silu
-from localchat.kernels.ahead import ask_for
 from localchat.kernels.fragments import LOAD_WORDS, row_sums
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import tile_offset
 from localchat.kernels.int4_fragments import raw_product, scaled_product, sums_of_x
 from localchat.kernels.pdl import let_next_start, wait_for_previous
-from localchat.kernels.scaled_half import in_units, row_factors
+from localchat.kernels.scaled_half import factors_of, in_units, load_factors
 
 FEW_TOKENS = 64
 
@@ -255,7 +254,6 @@ def int4_few_tokens_kernel(
     REST: tl.constexpr,  # steps that are left after it
     BATCH: tl.constexpr,  # steps whose weights are asked for at once
     PARTS: tl.constexpr,  # warps
-    AHEAD: tl.constexpr,  # bytes
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -280,16 +278,21 @@ def int4_few_tokens_kernel(
     acc = tl.zeros([PARTS * 8, 16], tl.float32)
     # The first weights are on their way while the kernel before still works.
     fetched = _fetch(w_ptr, s_ptr, m_ptr, block, 0, words_k, BATCH, G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS)
-    # And AHEAD bytes behind them, which no register holds yet.
-    own, asked = words_k * 64, BATCH * PARTS * 1024
-    ask_for(
-        w_ptr + block.to(tl.int64) * (16 * words_k) + asked // 4,
-        tl.maximum(tl.minimum(own - asked, AHEAD), 0),
-        AHEAD > 0 and WHOLE and USE_PTX and PDL,
-    )
+    # What the end adds or multiplies with is asked for here: at the end of a short kernel it would be waited for.
+    n, tokens = block * 16 + tl.arange(0, 16)[:, None], tl.arange(0, TOKENS)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0)
+    if NORM:
+        gain = tl.load(gain_ptr + n, mask=n < N, other=0)
     wait_for_previous(PDL)
-    tokens = tl.arange(0, TOKENS)
-    factor = row_factors(row_scale_ptr, tokens, T, parts, words_k * 8, eps, SQUARES)
+    token = tokens[None, :]
+    mask = (token < T) & (n < N)
+    at = token * N + n
+    if HAS_RES:
+        res = tl.load(res_ptr + at, mask=mask, other=0)
+    factors = load_factors(row_scale_ptr, tokens, T, parts, SQUARES)
+    if TOKENS > 2:  # of more tokens they would take too many registers until the end
+        factors = factors_of(factors, words_k * 8, eps, SQUARES)
     acc = _steps(
         acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, 0, steps, T, words_k, COUNT, BATCH,
         G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
@@ -312,14 +315,13 @@ def int4_few_tokens_kernel(
             acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, steps - REST, steps, T, words_k, REST, LAST,
             G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
         )  # fmt: skip
-    n, token = block * 16 + tl.arange(0, 16)[:, None], tokens[None, :]
-    mask = (token < T) & (n < N)
-    y = row_sums(acc, PARTS, TOKENS) * factor[None, :]
-    at = token * N + n
+    if TOKENS <= 2:
+        factors = factors_of(factors, words_k * 8, eps, SQUARES)
+    y = row_sums(acc, PARTS, TOKENS) * factors[None, :]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)
+        y += bias.to(tl.float32)
     if HAS_RES:
-        y += tl.load(res_ptr + at, mask=mask, other=0).to(tl.float32)
+        y += res.to(tl.float32)
     if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(y, [8, 2, TOKENS]), (0, 2, 1)))
         row = block * 8 + tl.arange(0, 8)[:, None]
@@ -327,6 +329,6 @@ def int4_few_tokens_kernel(
     else:
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if NORM:
-        tl.store(half_ptr + at, in_units(y * tl.load(gain_ptr + n, mask=n < N, other=0).to(tl.float32)), mask=mask)
+        tl.store(half_ptr + at, in_units(y * gain.to(tl.float32)), mask=mask)
         squares = tl.sum(tl.where(mask, y * y, 0.0), 0)
         tl.store(squares_ptr + tokens * blocks + block, squares, mask=tokens < T)

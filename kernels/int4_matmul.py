@@ -239,7 +239,7 @@ def few_tokens_options(
 
     A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better.
     """
-    parts, batch, ahead = settings
+    parts, batch = settings
     wide = dtype != torch.float16
     sets = -(-tokens // 8)
     columns = next(t for t in (1, 2, 4, 8) if t >= min(tokens, 8))
@@ -256,7 +256,6 @@ def few_tokens_options(
         "REST": steps % count,
         "BATCH": min(batch, count, 4 if has_min else count),  # minima take the registers of a fifth
         "PARTS": parts,
-        "AHEAD": ahead,
         "num_warps": parts,
     }
 

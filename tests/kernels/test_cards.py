@@ -18,8 +18,8 @@ def _nothing_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("k", [96, 5120, 16383, 16384, 27648])
 def test_the_h200_is_launched_as_it_was_measured(n: int, k: int) -> None:
     """As the rule said that came out of the measurements of kernels/NOTES.md."""
-    few_left = 3 * 132 < n // 16 <= 4 * 132
-    wanted = Fragments(parts=4, batch=2 if few_left or k >= 16384 else 5)
+    programs = n // 16
+    wanted = Fragments(4, 2 if k >= 16384 else 5 if programs <= 3 * 132 else 2 if programs <= 4 * 132 else 3)
     assert TABLE["NVIDIA H200"].fragments(n, k) == wanted
     assert card_of(torch.device("cpu")).fragments(n, k) == wanted
     assert TABLE["NVIDIA H200"].settings.crossover == 32

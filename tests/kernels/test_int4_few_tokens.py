@@ -69,7 +69,8 @@ def test_the_ends_that_do_more(
     if device.type == "cpu" and n * k > 1 << 17:
         pytest.skip("too large for the interpreter, runs with -m gpu")
     stored, bias = make(n, k, group, False, device), torch.randn(n, device=device)
-    x, row_scale = torch.randn(tokens, k, device=device).half(), 2.0 ** (torch.arange(tokens, device=device) % 8)
+    # Not so much that gate times up is more than fp16 holds in units.
+    x, row_scale = torch.randn(tokens, k, device=device).half(), 2.0 ** (torch.arange(tokens, device=device) % 4)
     wanted = int4_matmul_reference(x.float() * row_scale[:, None], *stored, bias, rows=n)
     swiglu = int4_matmul_swiglu(x, row_scale, *stored, bias, rows=n)
     assert relative(swiglu.float() * UNIT, swiglu_reference(wanted)) < BOUND

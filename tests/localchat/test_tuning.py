@@ -81,7 +81,7 @@ def test_what_is_measured_is_chosen() -> None:
     )  # fmt: skip
     times = dict(found.trials)
     assert times["long: 8 parts, batch 2; 5120 x 17408, 1 tokens"] == pytest.approx(10.0)
-    assert len(found.trials) == 4 * 4 + 2 * 3
+    assert len(found.trials) == 4 * 5 + 2 * 3
     assert [us for what, us in found.trials if "4 parts, batch 2" in what] == [None] * 4
 
 
@@ -277,7 +277,7 @@ def test_tune_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune_command.report(RTX, FOUND, as_json=True) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["identity"]["name"] == RTX.name
-    assert said["settings"]["long"] == [8, 2, 0]
+    assert said["settings"]["long"] == [8, 2]
     assert said["in_table"] is False
 
 
