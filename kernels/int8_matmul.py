@@ -3,8 +3,8 @@
 x [T, K], y [T, N]; weight int8 [N, K], scales fp32 [N], bias [N].
 Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "scaled half", as for the INT4 product:
 
-    int8_few_tokens 1 to 8 tokens: tensor-core instructions fed from registers.
-    vector kernel   the same, one by one, where the matrix is narrow; and one token of rows that are not 16-byte pieces.
+    vector kernel   one token; and up to 16, one by one, where the matrix is narrow.
+    int8_few_tokens 2 to 8 tokens: tensor-core instructions fed from registers.
     tl.dot          up to some 32 tokens.
     dequantize_int8 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
@@ -20,8 +20,8 @@ from localchat.kernels.int8_few_tokens import int8_few_tokens_kernel
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 
-# Warps of a program of int8_few_tokens, and tiles that each asks for at once: not measured yet; see NOTES.md.
-FRAGMENTS = (4, 4)
+# Warps of a program of int8_few_tokens, and tiles that each asks for at once: measured on an H200; see NOTES.md.
+FRAGMENTS = (8, 1)
 FEW_TOKENS = 8
 WHOLE, BODY = 32, 8  # steps (of 256 inputs) that are written out; more are a loop of so many
 # The vector kernel's rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps'
@@ -172,11 +172,11 @@ def int8_matmul(
 ) -> Tensor:
     """x fp16 [T, K] with row_scale fp32 [T] (scaled half) -> y [T, N] in `dtype`.
 
-    bias [N] and residual [T, N] are added in the epilogue. Up to FEW_TOKENS tokens take int8_few_tokens, but where N is
+    bias [N] and residual [T, N] are added in the epilogue. 2 to FEW_TOKENS tokens take int8_few_tokens, but where N is
     at most NARROW: there the vector kernel takes FEW of them.
 
-    settings: warps and batch of int8_few_tokens; None: FRAGMENTS. use_ptx: its inline PTX or its plain twin; None: PTX
-    on CUDA, where the interpreter has none.
+    settings: warps and batch of int8_few_tokens, which then takes one token too; None: FRAGMENTS. use_ptx: its inline
+    PTX or its plain twin; None: PTX on CUDA, where the interpreter has none.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
@@ -191,7 +191,8 @@ def int8_matmul(
     stored = (weight, scales, scales if bias is None else bias, scales if residual is None else residual)
     factors, parts, eps, squares = factor_options(row_scale)
     flags = {"SQUARES": squares, "HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
-    if tokens <= FEW_TOKENS and n > NARROW and k % 16 == 0:
+    several = tokens > 1 or settings is not None
+    if several and tokens <= FEW_TOKENS and n > NARROW and k % 16 == 0:
         int8_few_tokens_kernel[(triton.cdiv(n, 16),)](
             *(x, factors, *stored, y, tokens, n, k // 16, parts, eps),
             **flags,

@@ -87,7 +87,7 @@ def test_every_code_meets_its_input(device: torch.device, tokens: int) -> None:
 
 
 def test_who_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens of a wide matrix, but for rows of which some do not begin at 16 bytes."""
+    """2 to 8 tokens of a wide matrix, but for rows of which some do not begin at 16 bytes; one only where told to."""
 
     class Taken(Exception):
         pass
@@ -97,22 +97,24 @@ def test_who_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
             raise Taken
 
     monkeypatch.setattr(module, "int8_few_tokens_kernel", Kernel())
-    for tokens, n, k, taken in (
-        (1, NARROW + 1, 64, True),
-        (8, NARROW + 1, 64, True),
-        (9, NARROW + 1, 64, False),
-        (1, NARROW, 64, False),
-        (8, NARROW, 64, False),
-        (1, NARROW + 1, 72, False),
-        (2, NARROW + 1, 72, False),
+    for tokens, n, k, settings, taken in (
+        (1, NARROW + 1, 64, None, False),
+        (1, NARROW + 1, 64, (4, 2), True),
+        (2, NARROW + 1, 64, None, True),
+        (8, NARROW + 1, 64, None, True),
+        (9, NARROW + 1, 64, None, False),
+        (1, NARROW, 64, None, False),
+        (8, NARROW, 64, None, False),
+        (1, NARROW + 1, 72, None, False),
+        (2, NARROW + 1, 72, None, False),
     ):
         x, one = torch.zeros(tokens, k, dtype=torch.float16, device=device), torch.ones(tokens, device=device)
         try:
-            int8_matmul(x, one, *make(n, k, device))
+            int8_matmul(x, one, *make(n, k, device), settings=settings)
             took = False
         except Taken:
             took = True
-        assert took == taken, (tokens, n, k)
+        assert took == taken, (tokens, n, k, settings)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
