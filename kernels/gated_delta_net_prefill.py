@@ -177,7 +177,7 @@ def _triangle_kernel(
     tl.store(inverse_ptr + tile, _inverse(a, CHUNK).to(tl.float16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # or one chunk would be no loop: see state_blocks
 def _state_kernel(
     qk_ptr,
     v_ptr,
@@ -359,7 +359,8 @@ def gated_delta_net_prefill(
 def state_blocks(value_dim: int, major: int) -> tuple[int, int, int]:
     """Columns of the state a program takes, its warps and stages, for a card of compute capability `major`.x.
 
-    Not tuned on a card yet; chosen so that nothing spills and 99 KB of shared memory suffice (test_compile.py).
+    Chosen so that nothing spills and, but on Hopper, 99 KB of shared memory suffice (test_compile.py). Two stages on
+    Hopper, and the number of chunks unknown to the compiler: of loops that are not pipelined ptxas 12.8 makes programs
+    whose descriptors of shared memory nobody has written (NOTES.md).
     """
-    block_v = min(32, value_dim)
-    return (block_v, 4, 2) if major == 9 else (block_v, 8, 1)
+    return (min(32, value_dim), 4, 2) if major == 9 else (min(32, value_dim), 8, 1)

@@ -3,8 +3,8 @@
 `CASES` is the registry: a new kernel adds its own lines. tests/kernels/test_compile.py reads it and runs this file in a
 process of its own (where TRITON_INTERPRET is set, `triton.jit` gives functions that cannot be compiled). Run as a
 script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers",
-"fragments", "word_loads"} or {"error"}}. fragments: the layouts of what instructions for tensor cores in inline PTX
-take and give; word_loads: how a program loads what it reads only once.
+"fragments", "word_loads", "unwritten"} or {"error"}}. fragments: the layouts of what instructions for tensor cores in
+inline PTX take and give; word_loads: how a program loads what it reads only once; unwritten: see `_unwritten`.
 """
 
 import functools
@@ -466,6 +466,7 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "fragments": _fragments(compiled.asm["ttgir"]),
         "word_loads": _word_loads(compiled.asm["ptx"]),
+        "unwritten": _unwritten(compiled.asm["cubin"]) if "wgmma" in compiled.asm["ptx"] else [],
         **_resource_usage(compiled.asm["cubin"]),
     }
 
@@ -487,16 +488,32 @@ def _word_loads(ptx: str) -> list[str]:
     return sorted({re.sub(r"\[.*?\], |, %\w+", "", load) for load in loads})
 
 
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    import triton
+def _unwritten(cubin: bytes) -> list[str]:
+    """Instructions that read a uniform register before any instruction has written it, in the order of the code.
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+    Of descriptors of shared memory ptxas 12.8 has forgotten such writes (kernels/NOTES.md). A pair of descriptors is 4
+    registers, of which the first two are of an operand that may be in ordinary registers instead.
+    """
+    line = r"^\s*/\*\w{4,}\*/\s+(?:@!?U?P\w+ +)?(\S+) +(.*?);"
+    written: set[int] = set()
+    found = []
+    for name, text in re.findall(line, _tool("nvdisasm", "-c", cubin), re.MULTILINE):
+        operands = [part.strip() for part in text.split(",")]
+        writes = name.startswith(("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX")) and operands[0].startswith("UR")
+        for operand in operands[1:] if writes else operands:
+            for wide, register in re.findall(r"(gdesc\[)?\bUR(\d+)", operand):
+                skipped = 2 if re.match(r"R\d", operands[1]) else 0
+                needed = range(skipped, 4) if wide else range(1)
+                if any(int(register) + i not in written for i in needed):
+                    found.append(f"{name} {text}".strip())
+        if writes:
+            count = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+            written |= set(range(int(operands[0][2:]), int(operands[0][2:]) + count))
+    return found
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    text = _tool("cuobjdump", "--dump-resource-usage", cubin)
     usage = {}
     for key, label in (("registers", "REG"), ("stack", "STACK"), ("local", "LOCAL")):
         found = re.search(rf"\b{label}:(\d+)", text)
@@ -504,6 +521,17 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
             raise ValueError(f"cuobjdump: got {text!r}, wanted a {label}: field")
         usage[key] = int(found[1])
     return usage
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    """What a tool inside the triton package says of compiled code."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _report(task: tuple[Case, int]) -> tuple[str, dict[str, Any]]:

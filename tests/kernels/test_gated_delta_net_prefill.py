@@ -60,7 +60,7 @@ def test_agrees(
     assert relative(ours["state"], wanted["state"]) < BOUND
     assert torch.equal(ours["conv_state"], wanted["conv_state"])
     in_bf16 = gated_delta_net_prefill(**rounded, dtype=torch.bfloat16)
-    assert torch.equal(in_bf16, out.bfloat16())
+    assert bool(((in_bf16.float() - out).abs() <= 1.01 * 2.0**-8 * out.abs()).all())  # rounded once
     assert relative(in_bf16, exact) < BOUND + 2**-8  # what bf16 rounds off, at the most
     assert torch.equal(rounded["state"], ours["state"])
     in_fp16 = gated_delta_net_prefill(**clone(inputs), dtype=torch.float16)
