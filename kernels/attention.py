@@ -343,17 +343,17 @@ def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> t
     """Rows and keys of a prefill tile, warps, and stages, for a card of compute capability `major`.x.
 
     element_size: 1 for INT8 codes under bf16 queries, else that of queries and keys. Chosen so that nothing spills, and
-    that 99 KB of shared memory suffice (test_compile.py) but on Hopper, which has 227 KB, keeps its operands there, and
-    fills its tensor cores with 128 rows and as many keys as registers hold. Elsewhere codes are widened in registers,
+    that 99 KB of shared memory suffice (test_compile.py) but on Hopper, which has 227 KB and keeps its operands there;
+    its tiles are the best of those measured on an H200 (NOTES.md). Elsewhere codes are widened in registers,
     which leaves room for fewer keys. Eight warps where four would leave too few registers for the accumulator. fp32 has
     no tensor cores: small tiles keep its unrolled products in registers.
     """
     if element_size == 4:
         return 16, 16, 4, 2
     if major == 9 and rows >= 128:
-        wide = element_size == 1
-        keys = {64: 64, 128: 64 if wide else 128, 256: 32 if wide else 64}.get(head_dim, 64)
-        return 128, keys, 8, 3 if wide and head_dim == 128 else 2
+        if element_size == 1:
+            return 128, 32 if head_dim == 256 else 64, 8, 3 if head_dim == 128 else 2
+        return (64, 64, 4, 3) if head_dim == 128 else (128, 64, 8, 2)
     block_m = max(16, min(128, 16384 // head_dim, triton.next_power_of_2(rows)))
     block_n = max(16 if element_size == 1 else 32, min(64, 4096 // head_dim))
     return block_m, block_n, 8 if block_m >= 64 and block_m * head_dim >= 8192 else 4, 2
