@@ -344,9 +344,9 @@ def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> t
 
     element_size: 1 for INT8 codes under bf16 queries, else that of queries and keys. Chosen so that nothing spills, and
     that 99 KB of shared memory suffice (test_compile.py) but on Hopper, which has 227 KB and keeps its operands there;
-    its tiles are the best of those measured on an H200 (NOTES.md). Elsewhere codes are widened in registers,
-    which leaves room for fewer keys. Eight warps where four would leave too few registers for the accumulator. fp32 has
-    no tensor cores: small tiles keep its unrolled products in registers.
+    its tiles for head_dim 128 and 256 are the best of those measured on an H200 (NOTES.md). Elsewhere codes are widened
+    in registers, which leaves room for fewer keys. Eight warps where four would leave too few registers for the
+    accumulator. fp32 has no tensor cores: small tiles keep its unrolled products in registers.
     """
     if element_size == 4:
         return 16, 16, 4, 2

@@ -21,7 +21,7 @@ LONG = 16384  # K from which on a matrix is of the class "long"
 CLASSES = ("few", "tail", "many", "long")
 # What stored measurements are measurements of: raise it where kernels, or the meaning of a setting, change so much that
 # a choice made before means nothing.
-REVISION = 1
+REVISION = 2
 
 
 class Fragments(NamedTuple):

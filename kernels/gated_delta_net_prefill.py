@@ -363,4 +363,4 @@ def state_blocks(value_dim: int, major: int) -> tuple[int, int, int]:
     Hopper, and the number of chunks unknown to the compiler: of loops that are not pipelined ptxas 12.8 makes programs
     whose descriptors of shared memory nobody has written (NOTES.md).
     """
-    return (min(32, value_dim), 4, 2) if major == 9 else (min(32, value_dim), 8, 1)
+    return min(32, value_dim), *((4, 2) if major == 9 else (8, 1))

@@ -19,7 +19,8 @@ come from memory once and from the cache after that.
 What a warp loads it asks for BATCH tiles at a time, one batch ahead. The compiler's scheduler moves loads down to where
 they are used, to save registers, which leaves the memory idle; it does not move them across the instruction that lets
 the next kernel start, which does nothing when it is repeated. So that one stands behind each batch, where cards have it
-(9.0 and newer); on others the scheduler has its way.
+(9.0 and newer); on others the scheduler has its way. What a program's end adds or multiplies with comes at its start:
+there memory would be waited for.
 """
 
 from localchat.kernels.activations import silu

@@ -5,7 +5,7 @@ Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "sca
 
     vector kernel   one token; and up to 16, one by one, where the matrix is narrow.
     int8_few_tokens 2 to 8 tokens: tensor-core instructions fed from registers.
-    tl.dot          up to some 32 tokens.
+    tl.dot          up to some 32 tokens, and few of them where rows are not 16-byte pieces.
     dequantize_int8 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int8_codes import exact
 from localchat.kernels.int8_few_tokens import int8_few_tokens_kernel
@@ -23,7 +24,7 @@ from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 # Warps of a program of int8_few_tokens, and tiles that each asks for at once: measured on an H200; see NOTES.md.
 FRAGMENTS = (8, 1)
 FEW_TOKENS = 8
-WHOLE, BODY = 32, 8  # steps (of 256 inputs) that are written out; more are a loop of so many
+WHOLE, BODY = 32, 8  # steps (of 64 inputs a warp) that are written out; more are a loop of so many
 # The vector kernel's rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps'
 # weights are asked for at once.
 GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
@@ -187,6 +188,10 @@ def int8_matmul(
             f"int8_matmul: got x {x.dtype} {list(x.shape)}, weight {weight.dtype} {list(weight.shape)}, "
             f"scales {list(scales.shape)}, wanted fp16 [T, K], int8 [N, K], [N]"
         )
+    if bias is not None:
+        check_tensor("int8_matmul: bias", bias, FLOATS, (n,))
+    if residual is not None:
+        check_tensor("int8_matmul: residual", residual, FLOATS, (tokens, n))
     y = torch.empty(tokens, n, dtype=dtype, device=x.device) if out is None else out
     stored = (weight, scales, scales if bias is None else bias, scales if residual is None else residual)
     factors, parts, eps, squares = factor_options(row_scale)

@@ -28,8 +28,8 @@ _GROUP = 128
 class Trial:
     """The product of `tokens` inputs with an INT4 matrix [n, k].
 
-    fragments: by the kernel for up to 8 tokens, launched so. Without them by the kernel for more, or, dense, by
-    dequantising and the library.
+    fragments: by the packed product, launched so; without them as the card says, or, dense, by dequantising and the
+    library.
     """
 
     n: int

@@ -47,6 +47,26 @@ def test_the_names_are_unique() -> None:
     assert len(CASES) == len(set(CASES))
 
 
+def test_a_register_that_nothing_has_written_is_found() -> None:
+    """Lines of a kernel that read outside its shared memory, and of one that was right."""
+    wrong = """
+        /*0740*/                   UMOV UR13, URZ ;
+        /*0750*/                   UIADD3 UR12, UP0, UR14, 0x20, URZ ;
+        /*0760*/               @P0 HGMMA.64x16x16.F32 R24, gdesc[UR12].tnspB, R24 ;"""
+    right = """
+        /*0740*/                   ULDC.64 UR12, c[0x0][0x220] ;
+        /*0750*/                   UMOV UR14, UR13 ;
+        /*0758*/                   UMOV UR15, 0x40000040 ;
+        /*0760*/                   HGMMA.64x16x16.F32 R24, gdesc[UR12].tnspB, R24, gsb0 ;"""
+    registers = """
+        /*0740*/                   UMOV UR14, URZ ;
+        /*0750*/                   UMOV UR15, 0x40000040 ;
+        /*0760*/                   HGMMA.64x16x16.F32 R24, R32, gdesc[UR12].tnspB, R24, gsb0 ;"""
+    unwritten = _registry().unwritten
+    assert [line.split()[0] for line in unwritten(wrong)] == ["UIADD3", "HGMMA.64x16x16.F32"]
+    assert unwritten(right) == unwritten(registers) == []
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_compiles(report: dict[str, dict[str, Any]], case: str) -> None:
     usage = report[case]

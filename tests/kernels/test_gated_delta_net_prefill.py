@@ -123,7 +123,7 @@ def test_hard_inputs(device: torch.device, delta_net: DeltaNet, relative: Relati
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [2, 300, 2048])
+@pytest.mark.parametrize("tokens", [1, 2, 300, 2048])
 def test_agrees_at_the_real_size(card: torch.device, delta_net: DeltaNet, relative: Relative, tokens: int) -> None:
     """Qwen3.5-27B."""
     inputs = delta_net(card, tokens, (16, 48), (128, 128), torch.bfloat16)

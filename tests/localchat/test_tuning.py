@@ -111,7 +111,7 @@ def test_kept_and_found_again() -> None:
     "other",
     [
         {"name": "NVIDIA GeForce RTX 4090 D"}, {"multiprocessors": 64}, {"layout": "x"}, {"version": 4},
-        {"revision": 2}, {"triton": "3.7.1"},
+        {"revision": 99}, {"triton": "3.7.1"},
     ],
     ids=str,
 )  # fmt: skip
