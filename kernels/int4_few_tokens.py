@@ -289,7 +289,8 @@ def int4_few_tokens_kernel(
     token = tokens[None, :]
     mask = (token < T) & (n < N)
     at = token * N + n
-    if HAS_RES:
+    FULL: tl.constexpr = WIDE and TOKENS > 2  # no register is free for it until the end
+    if HAS_RES and not FULL:
         res = tl.load(res_ptr + at, mask=mask, other=0)
     factors = load_factors(row_scale_ptr, tokens, T, parts, SQUARES)
     if TOKENS > 2:  # of more tokens they would take too many registers until the end
@@ -322,6 +323,8 @@ def int4_few_tokens_kernel(
     if HAS_BIAS:
         y += bias.to(tl.float32)
     if HAS_RES:
+        if FULL:
+            res = tl.load(res_ptr + at, mask=mask, other=0)
         y += res.to(tl.float32)
     if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(y, [8, 2, TOKENS]), (0, 2, 1)))
