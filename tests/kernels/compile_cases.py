@@ -95,7 +95,7 @@ def _attention_cases() -> list[Case]:
         shape = f"D {d} group {group} {kv}"
         forms = [(32, False, "fp16"), (10_000, False, "fp32"), (32, True, "fp32"), (1200, True, "fp32")]
         for rows, cut, out in forms[:2] if group == 8 else forms:
-            for archs in ((80, 86, 89, 120), (90,)):
+            for archs in ((86, 120) if cut else (80, 86, 89, 120), (90,)):
                 block_m, block_n, warps, stages = attention.prefill_blocks(d, size, rows, archs[0] // 10)
                 cases.append(
                     Case(

@@ -42,8 +42,9 @@ LAUNCHES = [
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 27])
-@pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
+@pytest.mark.parametrize(
+    ("tokens", "with_min"), [*((tokens, False) for tokens in (1, 2, 3, 8, 9, 27)), (1, True), (3, True), (11, True)]
+)
 def test_every_launch(
     device: torch.device, relative: Relative, launch: tuple[Fragments, int, int, int], tokens: int, with_min: bool
 ) -> None:

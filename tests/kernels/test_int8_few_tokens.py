@@ -40,7 +40,7 @@ LAUNCHES: list[Launch] = [
 
 @pytest.mark.parametrize(
     ("launch", "tokens"),
-    [*((launch, t) for launch in LAUNCHES for t in (1, 2, 3, 8)), *((LAUNCHES[0], t) for t in (4, 5, 6, 7))],
+    [*((launch, t) for launch in LAUNCHES for t in (1, 8)), *((LAUNCHES[0], t) for t in (2, 3, 4, 5, 6, 7))],
     ids=str,
 )
 def test_every_launch(device: torch.device, relative: Relative, launch: Launch, tokens: int) -> None:
