@@ -79,18 +79,15 @@ def _conv_kernel(
     token, d = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, D)
     channel = first_channel + head * D + d
     y = tl.zeros([BLOCK_T, D], tl.float32)
-    for j in tl.static_range(4):
+    for j in tl.static_range(4):  # a chunk begins with the same sums in the same order: bit for bit what the whole gives
         source = token + (j - 3)
         row = qkvz_ptr + source.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
         u = tl.load(row, mask=((source >= 0) & (token < tokens))[:, None], other=0.0).to(tl.float32)
-        y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
-    if tl.program_id(0) == 0:
-        position = tl.load(positions_ptr).to(tl.int32) + token
-        for j in tl.static_range(3):
-            slot = (position + (j + 1)) & 3  # that of 3 - j tokens before
+        if tl.program_id(0) == 0:
+            slot = (tl.load(positions_ptr).to(tl.int32) + source) & 3
             past = conv_state_ptr + slot[:, None] * CHANNELS + channel[None, :]
-            u = tl.load(past, mask=(token + j < 3)[:, None], other=0.0).to(tl.float32)
-            y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
+            u += tl.load(past, mask=(source < 0)[:, None], other=0.0).to(tl.float32)
+        y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
     y = silu(y)
     cell = token.to(tl.int64) * heads + head
     if NORM:

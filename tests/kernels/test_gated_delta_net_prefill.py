@@ -95,6 +95,19 @@ def test_a_conversation(device: torch.device, delta_net: DeltaNet, relative: Rel
     assert torch.equal(ours["conv_state"], wanted["conv_state"])
 
 
+def test_chunks_are_the_whole_bit_for_bit(device: torch.device, delta_net: DeltaNet) -> None:
+    """Of a convolution whose terms cancel, too, where another order of its sum would show."""
+    inputs = delta_net(device, 640, (1, 2), (16, 16))
+    inputs["qkvz"][:, : inputs["conv_weight"].shape[0]] += 100
+    inputs["conv_state"] += 100
+    inputs["conv_weight"].copy_(torch.tensor([0.77, -1.13, 0.91, -0.54]))
+    whole, parts = clone(inputs), clone(inputs)
+    out = gated_delta_net_prefill(**whole)
+    for start in range(0, 640, 64):
+        assert torch.equal(gated_delta_net_prefill(**rows(parts, start, start + 64)), out[start : start + 64])
+    assert torch.equal(parts["state"], whole["state"])
+
+
 @pytest.mark.parametrize("values", [1e-6, 1e5])
 @pytest.mark.parametrize("case", ["same keys", "wild gates", "first state", "one loud token"])
 def test_hard_inputs(device: torch.device, delta_net: DeltaNet, relative: Relative, case: str, values: float) -> None:

@@ -254,7 +254,8 @@ def test_logits_on_a_card_equal_transformers(
     pair: tuple[Any, Model, Path], borders: list[int], bound: float, int8_kv: bool
 ) -> None:
     """Over INT8 keys and values, those of the fp32 references over such. Where the reference itself loses more in bf16
-    (random delta nets do), that is the bound.
+    (random delta nets do), that is the bound. All logits together: the largest error of 48,000 differs by a factor of
+    two from prompt to prompt, in transformers' bf16 too.
     """
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA card")
@@ -266,7 +267,7 @@ def test_logits_on_a_card_equal_transformers(
             each(ids[None]).logits[0].float() for each in (reference, copy.deepcopy(reference).bfloat16())
         )
     got = run_in_chunks(load_model(folder, "cuda"), ids.cuda(), borders, int8_kv=int8_kv).cpu()
-    error, of_bf16 = (float((a - b).abs().max() / b.abs().max()) for a, b in ((got, wanted), (rounded, exact)))
+    error, of_bf16 = (float((a - b).norm() / b.norm()) for a, b in ((got, wanted), (rounded, exact)))
     assert error < max(bound, of_bf16)
 
 
