@@ -150,7 +150,8 @@ def test_what_does_not_belong_together_is_refused(device: torch.device) -> None:
 def test_the_inline_ptx_and_its_twin_agree(
     card: torch.device, relative: Relative, settings: Fragments, tokens: int, group: int, with_min: bool
 ) -> None:
-    stored = make(512, 5120, group, with_min, card)
-    x, one = torch.randn(tokens, 5120, device=card).half(), torch.ones(tokens, device=card)
+    """Over few steps: of a loop the twin takes half a minute to compile. With eight warps some have no last tile."""
+    stored = make(512, 1536, group, with_min, card)
+    x, one = torch.randn(tokens, 1536, device=card).half(), torch.ones(tokens, device=card)
     ptx, twin = (int4_matmul(x, one, *stored, settings=settings, use_ptx=use) for use in (True, False))
     assert relative(ptx, twin) < BOUND
