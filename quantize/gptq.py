@@ -53,7 +53,7 @@ def quantize_gptq(
     """W [N, K] (floating) and H fp32 [K, K] on one device -> as scales.quantize_int4. pool: workers for the rows."""
     energy = hessian.diagonal().clamp_min(0)
     order = _order(energy, group_size)
-    task = _Task(order, energy[order], _factor(hessian[order][:, order]), group_size, symmetric)
+    task = _Task(order, energy[order], _factor(hessian, order), group_size, symmetric)
     rows = ROWS if w.device.type == "cpu" else len(w)
     blocks = [w[i : i + rows] for i in range(0, len(w), rows)]
     each, dtype = map if pool is None else pool.map, storage_dtype(w, group_size, symmetric)
@@ -128,20 +128,28 @@ def _order(energy: Tensor, group_size: int) -> Tensor:
     return (inside + torch.arange(0, len(energy), group_size, device=energy.device)[:, None]).flatten()
 
 
-def _factor(hessian: Tensor) -> Tensor:
-    """U, upper triangular with H^-1 = U^T U, of H with some damping on its diagonal. Always finite.
+def _factor(hessian: Tensor, order: Tensor) -> Tensor:
+    """U, upper triangular with H^-1 = U^T U, of H with rows and columns in `order` and some damping on its diagonal.
+    Always finite.
 
-    With J the reversal of rows: if J H J = L L^T, then U = J L^-1 J. So H itself is never inverted.
+    With J the reversal of rows: if J H J = L L^T, then U = J L^-1 J. So H itself is never inverted. At most four
+    matrices as large as H live at once, H among them: one of qwen3.5-27b's down_proj is 1.2 GB.
     """
-    diagonal = hessian.diagonal().clone()
+    reverse = order.flip(0)
+    turned = hessian.index_select(0, reverse).index_select(1, reverse)
+    diagonal = turned.diagonal().clone()
     mean = float(diagonal.mean())
     for part in _DAMPING:
-        damped = hessian.clone()
-        damped.diagonal().add_(part * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        turned.diagonal().copy_(diagonal + part * mean)
+        lower, failed = torch.linalg.cholesky_ex(turned)
         if int(failed) == 0:
-            eye = torch.eye(len(lower), device=lower.device)
-            upper: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
+            del turned
+            upper = torch.eye(len(lower), device=lower.device).t()  # columns in one piece, so it is solved in place
+            torch.linalg.solve_triangular(lower, upper, upper=False, out=upper)
             if bool(torch.isfinite(upper).all()):
-                return upper
-    return torch.diag(torch.where(diagonal > 0, diagonal, 1.0).rsqrt())  # each column on its own
+                del lower
+                return upper.flip(0, 1)
+            del lower, upper
+            turned = hessian.index_select(0, reverse).index_select(1, reverse)
+    energy = diagonal.flip(0)
+    return torch.diag(torch.where(energy > 0, energy, 1.0).rsqrt())  # each column on its own
