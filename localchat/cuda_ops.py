@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 # KV heads of attention and key heads of a delta net, each of which counts arrivals; real models have up to 32.
 _MOST_HEADS = 1024
-# Tokens up to which a delta net takes them one after the other in one launch: 13 us for 8 and 21 for 16 on an H200,
-# where the five of the chunked form should take some 35 us together, whatever the number up to 64 (predicted).
+# Tokens up to which a delta net takes them one after the other in one launch: 13 us for 8 and 21 for 16 on an H200.
 _IN_TURN = MOST_TOKENS
 # What a product takes: scaled half (values, row scales or what they follow from), or bf16 values and None.
 Activation = tuple[Tensor, Tensor | Squares | None]

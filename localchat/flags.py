@@ -230,7 +230,8 @@ def _json(parser: "Parser") -> None:
 
 def _context(parser: "Parser") -> None:
     names = ("-c", "--ctx", "--ctx-size", "--num-ctx")
-    parser.flag(*names, convert=values.positive, metavar="N", help="context in tokens")
+    usual = "context in tokens (default: what fits, up to 32,768 on a card and 8,192 on a processor)"
+    parser.flag(*names, convert=values.positive, metavar="N", help=usual)
     _kv_cache(parser, "bf16 where the context fits so")
 
 

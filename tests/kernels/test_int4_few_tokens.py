@@ -105,6 +105,15 @@ def test_what_does_not_fit_into_units_ends_at_their_largest(device: torch.device
         assert torch.allclose(half.float() * UNIT, torch.full_like(y, wanted), rtol=1e-3)
 
 
+@pytest.mark.parametrize(("magnitude", "wanted"), [(100.0, 1e4), (316.2, 1e5), (1000.0, 65504.0 * UNIT)])
+def test_what_swiglu_gives_in_units(device: torch.device, magnitude: float, wanted: float) -> None:
+    """silu(g) g for large g is g^2: 1e5 in front of down_proj keeps its digits, 1e6 ends at the largest number."""
+    stored = (pack(torch.full((16, 128), 9, device=device), 128), torch.ones(1, 1, 16, device=device).half(), None)
+    x, row_scale = torch.ones(1, 128, device=device).half(), torch.full((1,), magnitude / 128, device=device)
+    y = int4_matmul_swiglu(x, row_scale, *stored)
+    assert torch.allclose(y.float() * UNIT, torch.full((1, 8), wanted, device=device), rtol=1e-3)
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
 @pytest.mark.parametrize("by", [1e-6, 1e7])
