@@ -193,7 +193,7 @@ def _store_columns(
         tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attention_prefill_kernel(
     q_ptr,
     keys_ptr,

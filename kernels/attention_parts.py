@@ -66,7 +66,7 @@ def together(
     return acc / l[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attention_join_kernel(
     parts_ptr,
     stats_ptr,

@@ -151,7 +151,7 @@ def _keep(ring_ptr, qkvz_ptr, channel, channels, position, tokens, ROW_STRIDE):
     tl.store(rows, u.to(ring_ptr.dtype.element_ty), mask=token >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _few_tokens_kernel(
     qkvz_ptr,
     ba_ptr,

@@ -57,7 +57,7 @@ def _tile_to_half(x):
     return (x * inverse).to(tl.float16), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _conv_kernel(
     qkvz_ptr,
     weight_ptr,
@@ -121,7 +121,7 @@ def _inverse(a, CHUNK: tl.constexpr):
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _triangle_kernel(
     qk_ptr,
     ba_ptr,
@@ -228,7 +228,7 @@ def _state_kernel(
     tl.store(cells, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gated_norm_kernel(
     o_ptr, qkvz_ptr, norm_ptr, out_ptr, tokens, first_gate, ROW_STRIDE, eps, D: tl.constexpr, BLOCK_T: tl.constexpr
 ):

@@ -34,6 +34,8 @@ from localchat.kernels import (
 from localchat.kernels.cards import TABLE, Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
+# Integers that follow from how long a prompt is: a kernel that is compiled anew for multiples of 16 makes people wait.
+VARYING = ("tokens", "T", "splits")
 
 
 @dataclass(frozen=True)
@@ -319,12 +321,11 @@ def _int8_few_tokens_cases() -> list[Case]:
         launch = int8_matmul.few_tokens_options(tokens, k, settings)
         parts, batch = launch.pop("num_warps"), launch["BATCH"]
         launch |= {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 512 if k == 5120 else 0, "USE_PTX": True}
-        launch |= {"T": 1} if tokens == 1 else {}
         cases.append(
             Case(
                 f"int8_few_tokens {n} x {k} {tokens} tokens, {parts} parts batch {batch}",
                 "int8_few_tokens.int8_few_tokens_kernel",
-                f"*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32",
+                "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32 i32 i32:16 i32 i32 fp32",
                 launch,
                 parts,
             )
@@ -362,14 +363,14 @@ def _few_tokens_cases() -> list[Case]:
         launch |= {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
         down = n < k  # its end makes what the next norm needs, as gate_up's makes SwiGLU
         launch |= {"SQUARES": 0 if down else 512, "SWIGLU": n > 4 * k, "NORM": down}
-        launch |= {"USE_PTX": True} | ({"T": 1} if tokens == 1 else {})
+        launch |= {"USE_PTX": True}
         kind = f"groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
         cases.append(
             Case(
                 f"int4_few_tokens {n} x {k} {kind}, {chosen.parts} parts batch {chosen.batch}",
                 "int4_few_tokens.int4_few_tokens_kernel",
                 f"*fp16 *fp32 *i32 *{scales} *{scales} *fp32 *fp32 {'*fp16' if n > 4 * k else '*fp32'} "
-                f"*fp32 *fp16 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32",
+                f"*fp32 *fp16 *fp32 i32 i32:16 i32 i32 fp32",
                 launch,
                 warps,
             )
@@ -460,8 +461,10 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constexprs.items()}, attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    varying = (p.name for p in kernel.params if p.name in VARYING and not p.do_not_specialize)
     return {
         "shared": compiled.metadata.shared,
+        "specialized": sorted(varying),
         "fragments": _fragments(compiled.asm["ttgir"]),
         "word_loads": _word_loads(compiled.asm["ptx"]),
         "unwritten": unwritten(_tool("nvdisasm", "-c", compiled.asm["cubin"]))

@@ -74,6 +74,7 @@ def test_compiles(report: dict[str, dict[str, Any]], case: str) -> None:
     assert usage["shared"] <= SHARED_KB[int(case.rsplit("sm_")[-1])] * 1024
     assert usage["stack"] == usage["local"] == 0
     assert not usage["unwritten"], usage["unwritten"]
+    assert not usage["specialized"], usage["specialized"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("int4_few_tokens", "int8_few_tokens"))])
