@@ -186,7 +186,7 @@ def _bench(args: argparse.Namespace) -> int:
     from localchat import bench, bench_grid, tuning
     from localchat.device import choose_device
 
-    device = choose_device(args.gpu, args.vram)
+    device = choose_device(args.gpu, args.vram, say=say)
     tuning.settle(device, say)
     int8_kv = args.kv_cache == "int8"
     if args.prompt is None and args.depth is None:

@@ -1,5 +1,8 @@
 """Which device is chosen, and how a card that cannot be used is named. The card itself is faked."""
 
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +40,32 @@ def test_without_a_card_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("0")
     with pytest.raises(UsageError, match="--vram"):
         choose_device("auto", 8)
+
+
+@pytest.mark.parametrize("command_line", [["run", "hi"], ["bench", "-p", "4", "-n", "2"]])
+def test_a_card_that_torch_does_not_see_is_named(
+    command: Callable[..., CompletedProcess[bytes]],
+    scripted: Callable[..., Path],
+    tmp_path: Path,
+    command_line: list[str],
+) -> None:
+    """Once, by `run` and `bench`, and not where the processor was asked for."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\ncase $1 in --query-gpu*) echo '0, GPU-ab12, RTX 4090, 570.86, 24564, 1250';; esac\n")
+    smi.chmod(0o755)
+    hidden = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    name, *rest = command_line
+    words = [name, str(scripted("ok")), *rest]
+    done = command(*words, **hidden)
+    assert done.returncode == 0
+    (notice,) = done.stderr.decode().splitlines()
+    assert notice.startswith("localchat: the processor is used: RTX 4090 is there, but torch ")
+    assert notice.endswith("; `localchat doctor` says what helps")
+    chosen = command(*words, "--gpu", "cpu", **hidden)
+    assert (chosen.returncode, chosen.stderr) == (0, b"")
+    capped = command(*words, "--vram", "8", **hidden)
+    assert capped.returncode == 2
+    assert b"\nRTX 4090 is there, but torch " in capped.stderr
 
 
 def test_a_card_is_taken_and_capped(card: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
