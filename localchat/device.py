@@ -11,6 +11,7 @@ from subprocess import SubprocessError
 
 from localchat import nvidia
 from localchat.errors import UsageError, UserError
+from localchat.ledger import CUDA_CONTEXT
 from localchat.text_safety import one_line
 
 # The oldest compute capability whose arithmetic the kernels use (Ampere: bf16 products).
@@ -26,8 +27,9 @@ def choose_device(
 
     wanted: "auto", "cpu", the number of a card, or its UUID as `nvidia-smi -L` prints it (the start is enough).
 
-    vram: the most GB (1e9 bytes) this process may take of the card. say: is told of a card that torch does not see,
-    where the processor is taken for that reason.
+    vram: the most GB (1e9 bytes) this process may take of the card, the driver's part included.
+
+    say: is told of a card that torch does not see, where the processor is taken for that reason.
 
     Raises:
         UserError: the card is too old, or its driver or Triton does not work.
@@ -52,7 +54,8 @@ def choose_device(
     _check_card(index)
     if vram is not None:
         total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, vram * 1e9 / total), index)
+        tensors = max(0.0, vram * 1e9 - CUDA_CONTEXT)  # what torch's allocator does not count is the context
+        torch.cuda.set_per_process_memory_fraction(min(1.0, tensors / total), index)
     return f"cuda:{index}"
 
 

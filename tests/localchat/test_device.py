@@ -11,6 +11,7 @@ import torch
 from localchat import device
 from localchat.device import choose_device
 from localchat.errors import UsageError, UserError
+from localchat.ledger import CUDA_CONTEXT
 
 UUIDS = ("5c3a1d2e-0000", "5c3b0000-0000")
 
@@ -71,7 +72,10 @@ def test_a_card_that_torch_does_not_see_is_named(
 def test_a_card_is_taken_and_capped(card: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_check_card", lambda index: None)
     assert choose_device("auto", 12) == "cuda:0"
-    assert card == {"index": 0, "fraction": 0.5}
+    assert card == {"index": 0, "fraction": (12e9 - CUDA_CONTEXT) / 24e9}  # both together are what --vram says
+    for vram, fraction in ((0.5, 0.0), (100, 1.0)):
+        choose_device("auto", vram)
+        assert card["fraction"] == fraction
     assert choose_device("cpu") == "cpu"
     with pytest.raises(UsageError, match="torch sees 1 NVIDIA card") as caught:
         choose_device("3")
