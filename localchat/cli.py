@@ -134,7 +134,7 @@ def _pull(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from localchat import listing
 
-    where = {"gpu": args.gpu, "vram": args.vram}
+    where = {"gpu": args.gpu, "vram": args.vram, "vram_asked": "vram" in args.given}
     return listing.print_model(args.model, context=args.ctx, kv_cache=args.kv_cache, as_json=args.json, **where)
 
 
@@ -186,7 +186,7 @@ def _bench(args: argparse.Namespace) -> int:
     from localchat import bench, bench_grid, tuning
     from localchat.device import choose_device
 
-    device = choose_device(args.gpu, args.vram, say=say)
+    device = choose_device(args.gpu, args.vram, vram_asked="vram" in args.given, say=say)
     tuning.settle(device, say)
     decode_tokens, where = args.tokens, {"device": device, "vram": args.vram, "int8_kv": args.kv_cache == "int8"}
     if args.prompt is None and args.depth is None:

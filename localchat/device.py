@@ -21,19 +21,24 @@ _CPU_HINT = "--gpu cpu runs on the processor instead."
 
 
 def choose_device(
-    wanted: str = "auto", vram: float | None = None, *, say: Callable[[str], None] = lambda notice: None
+    wanted: str = "auto",
+    vram: float | None = None,
+    *,
+    vram_asked: bool = True,
+    say: Callable[[str], None] = lambda notice: None,
 ) -> str:
     """A torch device string: "cpu", or "cuda:N" made current.
 
     wanted: "auto", "cpu", the number of a card, or its UUID as `nvidia-smi -L` prints it (the start is enough).
 
-    vram: the most GB (1e9 bytes) this process may take of the card, the driver's part included.
+    vram: the most GB (1e9 bytes) this process may take of the card, the driver's part included. vram_asked: by a
+    flag; a limit from the environment or the config file is no fault where the processor runs, and limits nothing.
 
     say: is told of a card that torch does not see, where the processor is taken for that reason.
 
     Raises:
         UserError: the card is too old, or its driver or Triton does not work.
-        UsageError: there is no such card, or `vram` without one.
+        UsageError: there is no such card, or `vram` was asked for without one.
     """
     import torch
 
@@ -41,7 +46,7 @@ def choose_device(
     if wanted == "cpu" or (wanted == "auto" and not count):
         hidden = nvidia.ask().cards if wanted == "auto" else ()
         unseen = f"{unseen_card(hidden[0].name, reason)[0]}; `localchat doctor` says what helps" if hidden else ""
-        if vram is not None:
+        if vram is not None and vram_asked:
             raise UsageError("--vram limits the memory of a card, and the processor is what would run here.", unseen)
         if unseen:
             say(f"the processor is used: {unseen}")

@@ -69,10 +69,33 @@ def test_a_card_that_torch_does_not_see_is_named(
     assert b"\nRTX 4090 is there, but torch " in capped.stderr
 
 
+@pytest.mark.parametrize("command_line", [["run", "hi"], ["bench", "-p", "4", "-n", "2"], ["show"]])
+def test_a_limit_that_no_flag_gave_is_for_cards_only(
+    command: Callable[..., CompletedProcess[bytes]],
+    scripted: Callable[..., Path],
+    tmp_path: Path,
+    command_line: list[str],
+) -> None:
+    """A config file is shared by machines with and without a card."""
+    config = tmp_path / "localchat" / "config.toml"
+    config.parent.mkdir()
+    config.write_text("vram = 24\n")
+    name, *rest = command_line
+    words = [name, str(scripted("ok")), *rest]
+    for given in ({"XDG_CONFIG_HOME": str(tmp_path)}, {"LOCALCHAT_VRAM": "24"}):
+        done = command(*words, **given, PATH="/nowhere", CUDA_VISIBLE_DEVICES="")
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"CUDA context" not in done.stdout
+    refused = command(*words, "--vram", "24", "--gpu", "cpu", CUDA_VISIBLE_DEVICES="")
+    assert (refused.returncode, refused.stderr.count(b"--vram limits the memory of a card")) == (2, 1)
+
+
 def test_a_card_is_taken_and_capped(card: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_check_card", lambda index: None)
     assert choose_device("auto", 12) == "cuda:0"
     assert card == {"index": 0, "fraction": (12e9 - CUDA_CONTEXT) / 24e9}  # both together are what --vram says
+    choose_device("auto", 6, vram_asked=False)
+    assert card["fraction"] == (6e9 - CUDA_CONTEXT) / 24e9
     for vram, fraction in ((0.5, 0.0), (100, 1.0)):
         choose_device("auto", vram)
         assert card["fraction"] == fraction
