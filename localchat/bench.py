@@ -16,7 +16,9 @@ import torch
 from localchat.checkpoint import load_model
 from localchat.engine import Engine
 from localchat.errors import UsageError
-from localchat.ledger import ledger, ledger_of_folder
+from localchat.fitting import fit
+from localchat.ledger import Ledger, ledger, ledger_of_folder
+from localchat.memory_table import memory_on
 from localchat.model import Linear, Model
 from localchat.registry import Entry
 from localchat.sampling import Sampling
@@ -69,16 +71,22 @@ def run(
     decode_tokens: int = 128,
     repeats: int = 3,
     int8_kv: bool = False,
+    vram: float | None = None,
 ) -> BenchResult:
     """Measure the packed model in a folder, or a synthetic one with the shapes of a registry entry.
+
+    vram: the most GB that may be taken of a card, as choose_device was told.
 
     Raises:
         BadCheckpoint: the model cannot be loaded.
         UsageError: it was not made for that many tokens.
+        DoesNotFit: memory does not hold it with so many.
     """
+    context = prompt_tokens + decode_tokens
+    what = f"{prompt_tokens:,} + {decode_tokens:,} tokens"
+    refuse_beyond(model, context, what, device=device, int8_kv=int8_kv, vram=vram)
     loaded, load_seconds = load(model, device)
-    refuse_beyond(loaded, prompt_tokens + decode_tokens, f"{prompt_tokens:,} + {decode_tokens:,} tokens")
-    engine = Engine(loaded, prompt_tokens + decode_tokens, int8_kv=int8_kv)
+    engine = Engine(loaded, context, int8_kv=int8_kv)
     runs = [measure(engine, prompt_tokens, decode_tokens) for _ in range(repeats + 1)][1:]
     on_card = loaded.device.type == "cuda"
     memory = torch.cuda.max_memory_allocated() if on_card else memory_used(device)[0]
@@ -111,11 +119,24 @@ def load(model: Path | Entry, device: str) -> tuple[Model, float]:
     return loaded, time.perf_counter() - start
 
 
-def refuse_beyond(model: Model, tokens: int, what: str) -> None:
-    """UsageError where `what`, so many tokens, is more than the model was made for."""
-    most = model.config.max_position_embeddings
+def refuse_beyond(
+    model: Path | Entry, tokens: int, what: str, *, device: str, int8_kv: bool, vram: float | None = None
+) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        UsageError: `what`, so many tokens, is more than the model was made for.
+        DoesNotFit: the device's memory does not hold the model with so many.
+    """
+    memory = memory_on(device, vram)
+
+    def ledger_with(int8: bool) -> Ledger:
+        return ledger_of(model, 1, memory.kind, int8_kv=int8)
+
+    most = ledger_with(int8_kv).max_context
     if tokens > most:
         raise UsageError(f"{what} are more than the {most:,} of this model.")
+    fit(ledger_with, memory, tokens, "int8" if int8_kv else "bf16", "bench")
 
 
 def name_of(model: Path | Entry) -> str:
@@ -123,13 +144,16 @@ def name_of(model: Path | Entry) -> str:
     return f"{model.alias}, synthetic weights" if isinstance(model, Entry) else model.name
 
 
+def ledger_of(model: Path | Entry, context: int, kind: str, *, int8_kv: bool) -> Ledger:
+    """The ledger of the model on a "cpu" or "cuda"."""
+    if isinstance(model, Entry):
+        return ledger(model.config, context, kind, int8_kv=int8_kv)
+    return ledger_of_folder(model, context, kind, int8_kv=int8_kv)
+
+
 def ledger_bytes_of(model: Path | Entry, engine: Engine) -> int:
     """What the ledger says of this model and context."""
-    context, kind = engine.max_length, engine.model.device.type
-    int8 = engine.cache.int8
-    if isinstance(model, Entry):
-        return ledger(model.config, context, kind, int8_kv=int8).total
-    return ledger_of_folder(model, context, kind, int8_kv=int8).total
+    return ledger_of(model, engine.max_length, engine.model.device.type, int8_kv=engine.cache.int8).total
 
 
 def card_limits() -> tuple[float | None, float]:

@@ -79,20 +79,23 @@ def run_grid(
     decode_tokens: int = 128,
     repeats: int = 3,
     int8_kv: bool = False,
+    vram: float | None = None,
 ) -> Grid:
-    """For each of `depths` a row for each of `prompts`, and one for decoding; int8_kv: keys and values as INT8.
+    """For each of `depths` a row for each of `prompts`, and one for decoding; int8_kv, vram: as in bench.run.
 
     A row that takes long is measured less often than `repeats` times, but once.
 
     Raises:
         BadCheckpoint: the model cannot be loaded.
         UsageError: it was not made for that many tokens, or a prompt is empty.
+        DoesNotFit: memory does not hold it with so many.
     """
     if min(prompts) < 1:
         raise UsageError("a prompt of 0 tokens cannot be read.", "--depth 0 is an empty cache.")
-    loaded, load_seconds = load(model, device)
     context = max(depths) + max(*prompts, decode_tokens + 1) + 1
-    refuse_beyond(loaded, context, f"{context:,} tokens, the longest row,")
+    what = f"{context:,} tokens, the longest row,"
+    refuse_beyond(model, context, what, device=device, int8_kv=int8_kv, vram=vram)
+    loaded, load_seconds = load(model, device)
     engine, on_card = Engine(loaded, context, int8_kv=int8_kv), loaded.device.type == "cuda"
     held = torch.cuda.memory_allocated() if on_card else 0
     rows, peak = [], held

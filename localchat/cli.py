@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TextIO
 
 from localchat import interrupts
-from localchat.arguments import COMPLETE, parse_command_line
+from localchat.arguments import ALIASES, COMPLETE, parse_command_line
 from localchat.errors import UsageError
 from localchat.failures import failure_of
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = 130
             _complain("localchat: interrupted")
         except Exception as error:  # noqa: BLE001 - the last place that can turn a fault into a sentence
-            code = _report(error, debug="--debug" in words)
+            code = _report(error, words)
         finally:
             _flush_or_discard(sys.stdout)
             _flush_or_discard(sys.stderr)
@@ -134,7 +134,7 @@ def _pull(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from localchat import listing
 
-    where = {"gpu": args.gpu, "vram": args.vram}
+    where = {"gpu": args.gpu, "vram": args.vram, "vram_asked": "vram" in args.given}
     return listing.print_model(args.model, context=args.ctx, kv_cache=args.kv_cache, as_json=args.json, **where)
 
 
@@ -186,25 +186,23 @@ def _bench(args: argparse.Namespace) -> int:
     from localchat import bench, bench_grid, tuning
     from localchat.device import choose_device
 
-    device = choose_device(args.gpu, args.vram)
+    device = choose_device(args.gpu, args.vram, vram_asked="vram" in args.given, say=say)
     tuning.settle(device, say)
-    int8_kv = args.kv_cache == "int8"
+    decode_tokens, where = args.tokens, {"device": device, "vram": args.vram, "int8_kv": args.kv_cache == "int8"}
     if args.prompt is None and args.depth is None:
-        lengths = {"prompt_tokens": args.prompt_tokens, "decode_tokens": args.tokens}
-        result = bench.run(what, device=device, int8_kv=int8_kv, **lengths)
+        result = bench.run(what, prompt_tokens=args.prompt_tokens, decode_tokens=decode_tokens, **where)
         return listing.print_bench(args.model, result, as_json=args.json)
     prompts, depths = args.prompt or (args.prompt_tokens,), args.depth or (0,)
-    grid = bench_grid.run_grid(
-        what, device=device, prompts=prompts, depths=depths, decode_tokens=args.tokens, int8_kv=int8_kv
-    )
+    grid = bench_grid.run_grid(what, prompts=prompts, depths=depths, decode_tokens=decode_tokens, **where)
     return listing.print_bench_grid(args.model, grid, as_json=args.json)
 
 
-def _report(error: BaseException, *, debug: bool) -> int:
-    """Say what went wrong and return the exit code."""
-    if debug:
+def _report(error: BaseException, words: Sequence[str]) -> int:
+    """Say what went wrong with a command line and return the exit code."""
+    if "--debug" in words:
         traceback.print_exception(error)
-    failure = failure_of(error)
+    command = next((word for word in words if not word.startswith("-")), "")
+    failure = failure_of(error, ALIASES.get(command, command))
     _complain(str(failure))
     return failure.exit_code
 

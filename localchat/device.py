@@ -1,38 +1,56 @@
 """Which device runs the model: the NVIDIA card if there is a usable one, else the CPU.
 
-A card that cannot run the kernels is named in one sentence, never passed over in silence: a model that should answer
-at a hundred tokens a second and does at three is a fault nobody explains to the user.
+A card that cannot run the kernels, or that torch does not see, is named in one sentence, never passed over in silence:
+a model that should answer at a hundred tokens a second and does at three is a fault nobody explains to the user.
 """
 
 import re
+import warnings
+from collections.abc import Callable
 from subprocess import SubprocessError
 
+from localchat import nvidia
 from localchat.errors import UsageError, UserError
+from localchat.ledger import CUDA_CONTEXT
 from localchat.text_safety import one_line
 
 # The oldest compute capability whose arithmetic the kernels use (Ampere: bf16 products).
 OLDEST = (8, 0)
+NEWER_TORCH = "`pip install --upgrade torch` (https://pytorch.org/get-started names the build for a driver)"
 _CPU_HINT = "--gpu cpu runs on the processor instead."
 
 
-def choose_device(wanted: str = "auto", vram: float | None = None) -> str:
+def choose_device(
+    wanted: str = "auto",
+    vram: float | None = None,
+    *,
+    vram_asked: bool = True,
+    say: Callable[[str], None] = lambda notice: None,
+) -> str:
     """A torch device string: "cpu", or "cuda:N" made current.
 
     wanted: "auto", "cpu", the number of a card, or its UUID as `nvidia-smi -L` prints it (the start is enough).
 
-    vram: the most GB (1e9 bytes) this process may take of the card.
+    vram: the most GB (1e9 bytes) this process may take of the card, the driver's part included. vram_asked: by a
+    flag; a limit from the environment or the config file is no fault where the processor runs, and limits nothing.
+
+    say: is told of a card that torch does not see, where the processor is taken for that reason.
 
     Raises:
         UserError: the card is too old, or its driver or Triton does not work.
-        UsageError: there is no such card, or `vram` without one.
+        UsageError: there is no such card, or `vram` was asked for without one.
     """
     import torch
 
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        if vram is not None:
-            raise UsageError("--vram limits the memory of a card, and the processor is what would run here.")
+    count, reason = (0, "") if wanted == "cpu" else cards_seen()
+    if wanted == "cpu" or (wanted == "auto" and not count):
+        hidden = nvidia.ask().cards if wanted == "auto" else ()
+        unseen = f"{unseen_card(hidden[0].name, reason)[0]}; `localchat doctor` says what helps" if hidden else ""
+        if vram is not None and vram_asked:
+            raise UsageError("--vram limits the memory of a card, and the processor is what would run here.", unseen)
+        if unseen:
+            say(f"the processor is used: {unseen}")
         return "cpu"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = _index(wanted, count)
     if index >= count:
         cards = f"torch sees {count} NVIDIA card{'' if count == 1 else 's'}"
@@ -41,8 +59,29 @@ def choose_device(wanted: str = "auto", vram: float | None = None) -> str:
     _check_card(index)
     if vram is not None:
         total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, vram * 1e9 / total), index)
+        tensors = max(0.0, vram * 1e9 - CUDA_CONTEXT)  # what torch's allocator does not count is the context
+        torch.cuda.set_per_process_memory_fraction(min(1.0, tensors / total), index)
     return f"cuda:{index}"
+
+
+def cards_seen() -> tuple[int, str]:
+    """How many cards torch sees, and what it says where it has a reason to see none."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count, str(said[0].message) if said else ""
+
+
+def unseen_card(name: str, reason: str) -> tuple[str, str]:
+    """Of a card that is there and that torch does not see: a sentence, and what to do. `reason`: torch's, or ""."""
+    import torch
+
+    if not torch.version.cuda:
+        return f"{name} is there, but torch is for the processor only", f"install a torch for CUDA: {NEWER_TORCH}"
+    reason = reason or "no reason given; CUDA_VISIBLE_DEVICES may hide it"
+    return f"{name} is there, but torch does not see it: {reason}", f"update the driver, or torch: {NEWER_TORCH}"
 
 
 def _index(wanted: str, count: int) -> int:

@@ -11,12 +11,12 @@ import platform
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localchat import __version__, nvidia, store
+from localchat.device import NEWER_TORCH, cards_seen, unseen_card
 from localchat.prepare import size_text
 from localchat.text_safety import one_line
 from localchat.transfer import free_space
@@ -26,7 +26,6 @@ _HUB_SECONDS = 5.0
 _LITTLE_DISK = 2_000_000_000  # bytes: less than most models
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NETWORK = "look at the network, HF_ENDPOINT and the proxy's variables; what is on this machine runs without the hub"
-_NEWER_TORCH = "`pip install --upgrade torch` (https://pytorch.org/get-started names the build for a driver)"
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,7 @@ def _driver(report: nvidia.Report) -> Iterator[Finding]:
 
 def _cards(report: nvidia.Report) -> Iterator[Finding]:
     """Every card that torch sees, and who uses it; or why it sees none."""
-    import torch
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    seen, reason = cards_seen()
     for index in range(seen):
         yield from _card(index, report)
     if seen:
@@ -130,13 +125,8 @@ def _cards(report: nvidia.Report) -> Iterator[Finding]:
     if not report.cards:
         fix = "if this machine has a card, install NVIDIA's driver (https://www.nvidia.com/drivers)"
         yield Finding("card", WARN, "none: models run on the processor, small ones at a good speed", fix)
-    elif not torch.version.cuda:
-        fix = "install a torch for CUDA: " + _NEWER_TORCH
-        yield Finding("card", WARN, f"{report.cards[0].name} is there, but torch is for the processor only", fix)
     else:
-        reason = str(said[0].message) if said else "no reason given; CUDA_VISIBLE_DEVICES may hide it"
-        fix = "update the driver, or torch: " + _NEWER_TORCH
-        yield Finding("card", WARN, f"{report.cards[0].name} is there, but torch does not see it: {reason}", fix)
+        yield Finding("card", WARN, *unseen_card(report.cards[0].name, reason))
 
 
 def _card(index: int, report: nvidia.Report) -> Iterator[Finding]:
@@ -192,7 +182,7 @@ def _kernels() -> Iterator[Finding]:
     except UserError as error:
         compiler = "C compiler" in str(error) or "Python.h" in str(error)
         tools = "install a C compiler and Python's headers (Debian, Ubuntu: apt install build-essential python3-dev)"
-        yield Finding("kernels", BAD, str(error), tools if compiler else f"{error.hint} {_NEWER_TORCH}.")
+        yield Finding("kernels", BAD, str(error), tools if compiler else f"{error.hint} {NEWER_TORCH}.")
         return
     if device != "cpu":
         yield Finding("kernels", OK, f"a small kernel was compiled and run in {time.perf_counter() - start:.1f} s")
@@ -203,7 +193,7 @@ def _kernels() -> Iterator[Finding]:
         f"the processor's INT4 product ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
     )
     text = f"{found} {'agrees with' if good else f'is {error_size:.0%} off'} its reference"
-    yield Finding("kernels", OK if good else BAD, text, "" if good else _NEWER_TORCH)
+    yield Finding("kernels", OK if good else BAD, text, "" if good else NEWER_TORCH)
 
 
 def _settings() -> Iterator[Finding]:

@@ -8,6 +8,10 @@ from localchat.text_safety import one_line
 
 # PyTorch's words when the CPU's allocator gets nothing; a card's own error is torch.OutOfMemoryError.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+_LESS = {  # what needs less memory, in the flags of the command that ran out of it
+    "run": "a smaller context (--ctx) or a smaller model needs less.",
+    "bench": "fewer tokens (-p, -n, --prompt, --depth) or a smaller model need less.",
+}
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -23,15 +27,18 @@ class Failure:
         return f"localchat: error: {self.sentence}" + (f"\n{self.hint}" if self.hint else "")
 
 
-def failure_of(error: BaseException) -> Failure:
-    """`error` as a Failure; what is not a UserError is a fault of the program, or of the machine, and named as such."""
+def failure_of(error: BaseException, command: str = "run") -> Failure:
+    """`error` as a Failure; what is not a UserError is a fault of the program, or of the machine, and named as such.
+
+    command: the one that failed, whose flags a hint may name.
+    """
     if isinstance(error, UserError):
         return Failure(one_line(str(error)), one_line(error.hint), error.exit_code)
     text = one_line(str(error))
     name = type(error).__name__
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or any(w in text.lower() for w in _NO_MEMORY):
         sentence = _memory_sentence(text, on_card=name == "OutOfMemoryError" or "cuda" in text.lower())
-        return Failure(sentence, "a smaller context (--ctx) or a smaller model needs less.", 4)
+        return Failure(sentence, _LESS.get(command, "a smaller model needs less."), 4)
     if isinstance(error, OSError) and error.strerror:
         where = f"{one_line(str(error.filename))}: " if error.filename else ""
         return Failure(f"{where}{error.strerror}.", "run again with --debug for a traceback.", 1)

@@ -16,6 +16,8 @@ from localchat.prepare import size_text
 
 _MOST_FIXES = 3
 _WIDE = {"cpu": "fp32", "cuda": "bf16"}
+# How fewer tokens are named, in the flags of each command.
+_SHORTER = {"run": "--ctx {} fits", "bench": "{} tokens in all fit (-p, -n, --prompt, --depth)"}
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,16 @@ class Fit:
 
 
 def fit(
-    ledger_with: Callable[[bool], Ledger], memory: Memory, wanted: int | None = None, kv_cache: str | None = None
+    ledger_with: Callable[[bool], Ledger],
+    memory: Memory,
+    wanted: int | None = None,
+    kv_cache: str | None = None,
+    command: str = "run",
 ) -> Fit:
     """The context that was asked for, or ledger.DEFAULT_CONTEXT within the model's limit and the memory.
 
     ledger_with: whether keys and values are INT8 -> the model's ledger, at any context. kv_cache: "bf16", "int8", or
-    None where nobody chose.
+    None where nobody chose. command: "run" or "bench", in whose words a fix is named.
 
     Raises:
         DoesNotFit: memory does not hold the model with this context. The hint has up to three fixes.
@@ -51,7 +57,7 @@ def fit(
     if wanted is None and most:
         int8 = largest.get(True) == most > largest.get(False, 0)
         return Fit(most, int8, _notice(memory, most, largest) if int8 else "")
-    fixes = fixes_for(ledger_with, memory, wanted, kv_cache)
+    fixes = fixes_for(ledger_with, memory, wanted, kv_cache, command)
     raise DoesNotFit(
         f"the model and a context of {counted(wanted or 1, 'token')} do not fit into "
         f"{size_text(memory.available)} of memory.",
@@ -60,7 +66,11 @@ def fit(
 
 
 def fixes_for(
-    ledger_with: Callable[[bool], Ledger], memory: Memory, wanted: int | None = None, kv_cache: str | None = None
+    ledger_with: Callable[[bool], Ledger],
+    memory: Memory,
+    wanted: int | None = None,
+    kv_cache: str | None = None,
+    command: str = "run",
 ) -> list[str]:
     """The cheapest ways out for a model that does not fit with `wanted` tokens (None: with any), at most three."""
     fixes = []
@@ -69,12 +79,12 @@ def fixes_for(
     if most < goal <= most_int8:
         fixes.append("--kv-cache int8 fits")
     if most:
-        fixes.append(f"--ctx {most} fits")
+        fixes.append(_SHORTER[command].format(most))
     if memory.others > ledger.CUDA_CONTEXT:
         fixes.append(f"other programs hold {size_text(memory.others)} of the card: close them")
     smaller = largest_model(memory.available, goal, memory.kind) if most_int8 < goal else None
     if smaller:
-        fixes.append(f"`localchat run {smaller}` fits")
+        fixes.append(f"`localchat {command} {smaller}` fits")
     if memory.kind == "cuda":
         fixes.append("--gpu cpu takes the machine's memory")
         needed = table.total + (goal - table.context) * table.kv_bytes_per_token

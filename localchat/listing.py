@@ -49,6 +49,7 @@ def print_model(
     kv_cache: str | None = None,
     gpu: str = "auto",
     vram: float | None = None,
+    vram_asked: bool = True,
 ) -> int:
     """The shape of a model, its quantisation and its memory ledger on what `run` would use; what helps if it is little.
 
@@ -63,7 +64,7 @@ def print_model(
         hint = f"did you mean {near}?" if near else f"`localchat pull {one_line(name)}` downloads a model first."
         raise ModelNotFound(f"{one_line(name)} is neither on this machine nor a name that is known.", hint)
     packed = folder is not None and config is not None and config.quantization is not None
-    memory = memory_of(gpu, vram)
+    memory = memory_of(gpu, vram, vram_asked=vram_asked)
 
     def ledger_with(int8_kv: bool, tokens: int = 1) -> Ledger:
         if packed and folder:

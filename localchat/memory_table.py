@@ -55,21 +55,24 @@ class Measured:
     rows: Mapping[str, int] = field(default_factory=dict)
 
 
-def memory_of(gpu: str = "auto", vram: float | None = None) -> Memory:
+def memory_of(gpu: str = "auto", vram: float | None = None, *, vram_asked: bool = True) -> Memory:
     """What `run` would use with these flags; with `vram` (GB) and no card, a card of that size.
+
+    vram_asked: by a flag, as choose_device takes it.
 
     Raises:
         UserError: the card cannot be used, or there is none of that name.
     """
+    asked = vram is not None and vram_asked
     if gpu == "auto" and not _may_have_card():
-        if vram is not None:
+        if vram is not None and asked:
             return Memory("cuda", f"a card of {vram:g} GB", int(vram * 1e9))
         gpu = "cpu"
-    if gpu == "cpu" and vram is None:
+    if gpu == "cpu" and not asked:
         return Memory("cpu", "this machine", memory_used()[1])
     from localchat.device import choose_device
 
-    return memory_on(choose_device(gpu, vram), vram)
+    return memory_on(choose_device(gpu, vram, vram_asked=vram_asked), vram)
 
 
 def memory_on(device: str, vram: float | None = None) -> Memory:

@@ -55,7 +55,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     """
     start = time.perf_counter()
     config = load_config(folder)
-    device = choose_device(args.gpu, args.vram)
+    device = choose_device(args.gpu, args.vram, vram_asked="vram" in args.given, say=say)
     tuning.settle(device, say)
     memory, before = memory_on(device, args.vram), memory_used(device)[0]
     chosen = _fit(args, config, folder, memory)

@@ -62,7 +62,7 @@ def memory_used(device: str = "cpu") -> tuple[int, int]:
 def card_memory() -> tuple[int, int, int] | None:
     """(held by this process's tensors, free, total) bytes of the current card; None without one.
 
-    Where --vram limits this process, total is that limit, and free at most what is left of it.
+    Where --vram limits this process, total is what that leaves for tensors, and free at most what is left of it.
     """
     import torch
 

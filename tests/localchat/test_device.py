@@ -1,5 +1,8 @@
 """Which device is chosen, and how a card that cannot be used is named. The card itself is faked."""
 
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from localchat import device
 from localchat.device import choose_device
 from localchat.errors import UsageError, UserError
+from localchat.ledger import CUDA_CONTEXT
 
 UUIDS = ("5c3a1d2e-0000", "5c3b0000-0000")
 
@@ -39,10 +43,62 @@ def test_without_a_card_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("auto", 8)
 
 
+@pytest.mark.parametrize("command_line", [["run", "hi"], ["bench", "-p", "4", "-n", "2"]])
+def test_a_card_that_torch_does_not_see_is_named(
+    command: Callable[..., CompletedProcess[bytes]],
+    scripted: Callable[..., Path],
+    tmp_path: Path,
+    command_line: list[str],
+) -> None:
+    """Once, by `run` and `bench`, and not where the processor was asked for."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\ncase $1 in --query-gpu*) echo '0, GPU-ab12, RTX 4090, 570.86, 24564, 1250';; esac\n")
+    smi.chmod(0o755)
+    hidden = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    name, *rest = command_line
+    words = [name, str(scripted("ok")), *rest]
+    done = command(*words, **hidden)
+    assert done.returncode == 0
+    (notice,) = done.stderr.decode().splitlines()
+    assert notice.startswith("localchat: the processor is used: RTX 4090 is there, but torch ")
+    assert notice.endswith("; `localchat doctor` says what helps")
+    chosen = command(*words, "--gpu", "cpu", **hidden)
+    assert (chosen.returncode, chosen.stderr) == (0, b"")
+    capped = command(*words, "--vram", "8", **hidden)
+    assert capped.returncode == 2
+    assert b"\nRTX 4090 is there, but torch " in capped.stderr
+
+
+@pytest.mark.parametrize("command_line", [["run", "hi"], ["bench", "-p", "4", "-n", "2"], ["show"]])
+def test_a_limit_that_no_flag_gave_is_for_cards_only(
+    command: Callable[..., CompletedProcess[bytes]],
+    scripted: Callable[..., Path],
+    tmp_path: Path,
+    command_line: list[str],
+) -> None:
+    """A config file is shared by machines with and without a card."""
+    config = tmp_path / "localchat" / "config.toml"
+    config.parent.mkdir()
+    config.write_text("vram = 24\n")
+    name, *rest = command_line
+    words = [name, str(scripted("ok")), *rest]
+    for given in ({"XDG_CONFIG_HOME": str(tmp_path)}, {"LOCALCHAT_VRAM": "24"}):
+        done = command(*words, **given, PATH="/nowhere", CUDA_VISIBLE_DEVICES="")
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"CUDA context" not in done.stdout
+    refused = command(*words, "--vram", "24", "--gpu", "cpu", CUDA_VISIBLE_DEVICES="")
+    assert (refused.returncode, refused.stderr.count(b"--vram limits the memory of a card")) == (2, 1)
+
+
 def test_a_card_is_taken_and_capped(card: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_check_card", lambda index: None)
     assert choose_device("auto", 12) == "cuda:0"
-    assert card == {"index": 0, "fraction": 0.5}
+    assert card == {"index": 0, "fraction": (12e9 - CUDA_CONTEXT) / 24e9}  # both together are what --vram says
+    choose_device("auto", 6, vram_asked=False)
+    assert card["fraction"] == (6e9 - CUDA_CONTEXT) / 24e9
+    for vram, fraction in ((0.5, 0.0), (100, 1.0)):
+        choose_device("auto", vram)
+        assert card["fraction"] == fraction
     assert choose_device("cpu") == "cpu"
     with pytest.raises(UsageError, match="torch sees 1 NVIDIA card") as caught:
         choose_device("3")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from localchat import cli, synthetic
 from localchat.failures import failure_of
 
 ASKED = "CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a total capacity of 22.35 GiB."
@@ -22,6 +23,19 @@ def test_a_full_card_is_named_with_its_numbers(monkeypatch: pytest.MonkeyPatch) 
     )
     assert failure.exit_code == 4
     assert "--ctx" in failure.hint
+
+
+def test_a_hint_names_flags_of_the_command_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(synthetic, "fill_linear", full)
+    assert cli.main(["bench", "smollm2-135m", "--synthetic", "--gpu", "cpu"]) == 4
+    hint = capsys.readouterr().err.splitlines()[-1]
+    assert hint == "fewer tokens (-p, -n, --prompt, --depth) or a smaller model need less."
+    assert failure_of(MemoryError(), "quantize").hint == "a smaller model needs less."
 
 
 def test_the_machine_s_own_memory() -> None:

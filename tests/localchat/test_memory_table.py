@@ -112,8 +112,9 @@ def test_which_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_of(vram=16) == Memory("cuda", "a card of 16 GB", 16_000_000_000)
     with pytest.raises(UsageError):
         memory_of("cpu", 16)
+    assert memory_of(vram=16, vram_asked=False) == memory_of("cpu", 16, vram_asked=False) == memory_of("cpu")
     monkeypatch.setattr(memory_table, "_may_have_card", lambda: True)
-    monkeypatch.setattr("localchat.device.choose_device", lambda *_: "cuda:0")
+    monkeypatch.setattr("localchat.device.choose_device", lambda *_, **__: "cuda:0")
     monkeypatch.setattr(memory_table, "memory_used", lambda device: (2_000_000_000 + CUDA_CONTEXT, 24_000_000_000))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some Card")
     found = memory_of("0", 16)
