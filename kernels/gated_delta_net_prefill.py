@@ -79,7 +79,7 @@ def _conv_kernel(
     token, d = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, D)
     channel = first_channel + head * D + d
     y = tl.zeros([BLOCK_T, D], tl.float32)
-    for j in tl.static_range(4):  # a chunk begins with the same sums in the same order: bit for bit what the whole gives
+    for j in tl.static_range(4):  # where a chunk begins in the same order, so it is the whole, bit for bit
         source = token + (j - 3)
         row = qkvz_ptr + source.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
         u = tl.load(row, mask=((source >= 0) & (token < tokens))[:, None], other=0.0).to(tl.float32)

@@ -170,6 +170,6 @@ def test_a_card_is_never_far_behind_what_a_prefill_says() -> None:
         torch.cuda.synchronize()
         assert time.perf_counter() - stopped < 0.1
         assert longest < 0.1  # and between two moments in which it can be stopped
-        # Whole chunks are kept; of one broken off inside, nothing: there is no snapshot, so that goes back to the start.
+        # Whole chunks are kept; one broken off inside leaves nothing, and no snapshot to go back to: the start.
         assert len(engine.ids) == engine.cache.length
         assert len(engine.ids) % engine.model.ops.prefill_chunk == 0
