@@ -131,12 +131,16 @@ class StopOnCtrlC:
 
 
 class PlainPrinter:
-    """The answer and exactly one final newline, flushed as it comes: for a pipe, where thoughts have no place."""
+    """The answer and exactly one final newline, flushed as it comes: for a pipe, where thoughts have no place.
+
+    Nothing at all where a reply was cut, or ended inside its thought, before an answer.
+    """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._safe = VisibleStream()
         self._newlines = ""  # held back: they may be the last
+        self._answered = False  # which may be with an empty text
 
     def __enter__(self) -> Self:
         return self
@@ -144,10 +148,12 @@ class PlainPrinter:
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
             self._write(self._safe.flush())
-            self._out.write("\n")
-            self._out.flush()
+            if self._answered:
+                self._out.write("\n")
+                self._out.flush()
 
     def push(self, chunk: "Chunk") -> None:
+        self._answered |= chunk.kind == "end" and not chunk.in_thought
         if chunk.kind == "answer":
             self._write(self._safe.push(chunk.text))
 
@@ -157,6 +163,7 @@ class PlainPrinter:
     def _write(self, text: str) -> None:
         body = text.rstrip("\r\n")
         if body:
+            self._answered = True
             self._out.write(self._newlines + body)
             self._out.flush()
             self._newlines = ""

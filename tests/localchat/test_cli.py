@@ -128,7 +128,7 @@ def test_a_reply_that_ends_inside_its_thought_is_no_answer_and_fails(command: Co
         b"-n allows more tokens, --think N ends a thought after N tokens, --no-think asks for none.\n"
     )
     done = command("run", model, "-n", "2", "hi")
-    assert (done.returncode, done.stdout, done.stderr) == (1, b"\n", said)
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", said)
     done = command("run", model, "-n", "2", "-x", "hi")
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", said)
     done = command("run", model, "-n", "2", "--json", "hi")

@@ -76,6 +76,21 @@ def test_pipe_has_no_thoughts() -> None:
     assert piped("hm", kind="thought") == "\n"
 
 
+def test_pipe_stays_empty_without_an_answer() -> None:
+    """Where the thought never ended, and where Ctrl-C came before the answer."""
+    thought = Chunk("thought", "hm", STATS)
+
+    def cut() -> Iterator[Chunk]:
+        yield thought
+        os.kill(os.getpid(), signal.SIGINT)
+        yield thought
+
+    for reply in (iter([thought, Chunk("end", "", STATS, "length", in_thought=True)]), cut()):
+        out = io.StringIO()
+        stream.stream_reply(reply, stream.PlainPrinter(out))
+        assert out.getvalue() == ""
+
+
 def test_pipe_is_flushed_at_every_chunk() -> None:
     events: list[str] = []
 
