@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from localchat import ledger, registry
 from localchat.counted import counted
-from localchat.errors import DoesNotFit
+from localchat.errors import DoesNotFit, UsageError
 from localchat.ledger import Ledger
 from localchat.memory_table import Memory
 from localchat.prepare import size_text
+from localchat.stats import memory_used
 
 _MOST_FIXES = 3
 _WIDE = {"cpu": "fp32", "cuda": "bf16"}
@@ -39,17 +40,23 @@ def fit(
     wanted: int | None = None,
     kv_cache: str | None = None,
     command: str = "run",
+    on_cpu: Callable[[bool], Ledger] | None = None,
 ) -> Fit:
     """The context that was asked for, or ledger.DEFAULT_CONTEXT within the model's limit and the memory.
 
     ledger_with: whether keys and values are INT8 -> the model's ledger, at any context. kv_cache: "bf16", "int8", or
-    None where nobody chose. command: "run" or "bench", in whose words a fix is named.
+    None where nobody chose. command: "run" or "bench", in whose words a fix is named. on_cpu: the same as
+    ledger_with for the processor, which is offered only where it is given and holds the model.
 
     Raises:
+        UsageError: a longer context was asked for than the model was trained for.
         DoesNotFit: memory does not hold the model with this context. The hint has up to three fixes.
     """
+    limit = ledger_with(False).max_context
+    if wanted is not None and wanted > limit:
+        raise UsageError(f"--ctx {wanted:,} is more than the {limit:,} tokens that this model was made for.")
     largest = {int8: ledger_with(int8).largest_context(memory.available) for int8 in _forms(kv_cache)}
-    goal = wanted or min(ledger_with(False).max_context, ledger.DEFAULT_CONTEXT[memory.kind])
+    goal = wanted or min(limit, ledger.DEFAULT_CONTEXT[memory.kind])
     for int8, most in largest.items():
         if most >= goal:
             return Fit(goal, int8, _notice(memory, goal, largest) if int8 else "")
@@ -57,7 +64,7 @@ def fit(
     if wanted is None and most:
         int8 = largest.get(True) == most > largest.get(False, 0)
         return Fit(most, int8, _notice(memory, most, largest) if int8 else "")
-    fixes = fixes_for(ledger_with, memory, wanted, kv_cache, command)
+    fixes = fixes_for(ledger_with, memory, wanted, kv_cache, command, on_cpu)
     raise DoesNotFit(
         f"the model and a context of {counted(wanted or 1, 'token')} do not fit into "
         f"{size_text(memory.available)} of memory.",
@@ -71,10 +78,12 @@ def fixes_for(
     wanted: int | None = None,
     kv_cache: str | None = None,
     command: str = "run",
+    on_cpu: Callable[[bool], Ledger] | None = None,
 ) -> list[str]:
     """The cheapest ways out for a model that does not fit with `wanted` tokens (None: with any), at most three."""
     fixes = []
-    table, goal = ledger_with(kv_cache != "bf16"), wanted or 1
+    int8, goal = kv_cache != "bf16", wanted or 1
+    table = ledger_with(int8)
     most, most_int8 = (each.largest_context(memory.available) for each in (table, ledger_with(True)))
     if most < goal <= most_int8:
         fixes.append("--kv-cache int8 fits")
@@ -86,9 +95,10 @@ def fixes_for(
     if smaller:
         fixes.append(f"`localchat {command} {smaller}` fits")
     if memory.kind == "cuda":
-        fixes.append("--gpu cpu takes the machine's memory")
+        if on_cpu and on_cpu(int8).largest_context(memory_used()[1]) >= goal:
+            fixes.append("--gpu cpu takes the machine's memory")
         needed = table.total + (goal - table.context) * table.kv_bytes_per_token
-        fixes.append(f"a card with {size_text(needed)} free holds it")
+        fixes.append(f"a card with {_enough(needed)} free holds it")
     return fixes[:_MOST_FIXES]
 
 
@@ -97,6 +107,12 @@ def largest_model(available: int, context: int, kind: str) -> str | None:
     able = (entry for entry in registry.MODELS.values() if context <= entry.max_position_embeddings)
     sizes = {entry.alias: ledger.ledger(entry.config, context, kind, int8_kv=True).total for entry in able}
     return max((alias for alias, size in sizes.items() if size <= available), key=sizes.__getitem__, default=None)
+
+
+def _enough(needed: int) -> str:
+    """Bytes as text, rounded up: what it says is not less than what is needed."""
+    step = 10**8 if needed >= 10**9 else 10**6  # the last digit of size_text
+    return size_text(-(-needed // step) * step)
 
 
 def _forms(kv_cache: str | None) -> tuple[bool, ...]:

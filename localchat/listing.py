@@ -56,6 +56,7 @@ def print_model(
     Raises:
         ModelNotFound: it is neither here nor in the registry.
         UserError: there is no such card, or it cannot be used.
+        UsageError: the model was not made for so long a context.
     """
     folder, config, entry = _lookup(name)
     shape = config or (entry.config if entry else None)
@@ -66,16 +67,19 @@ def print_model(
     packed = folder is not None and config is not None and config.quantization is not None
     memory = memory_of(gpu, vram, vram_asked=vram_asked)
 
-    def ledger_with(int8_kv: bool, tokens: int = 1) -> Ledger:
+    def ledger_with(int8_kv: bool, tokens: int = 1, kind: str = memory.kind) -> Ledger:
         if packed and folder:
-            return ledger_of_folder(folder, tokens, memory.kind, int8_kv=int8_kv)
-        return ledger(shape, tokens, memory.kind, int8_kv=int8_kv)
+            return ledger_of_folder(folder, tokens, kind, int8_kv=int8_kv)
+        return ledger(shape, tokens, kind, int8_kv=int8_kv)
+
+    def on_cpu(int8_kv: bool) -> Ledger:
+        return ledger_with(int8_kv, kind="cpu")
 
     fixes: list[str] = []
     try:  # as `run` chooses it
-        chosen = fit(ledger_with, memory, context, kv_cache)
+        chosen = fit(ledger_with, memory, context, kv_cache, on_cpu=on_cpu)
     except DoesNotFit:
-        fixes = fixes_for(ledger_with, memory, context, kv_cache)
+        fixes = fixes_for(ledger_with, memory, context, kv_cache, on_cpu=on_cpu)
         usual = min(shape.max_position_embeddings, DEFAULT_CONTEXT[memory.kind])
         chosen = Fit(context or usual, int8_kv=kv_cache != "bf16")
     table = ledger_with(chosen.int8_kv, chosen.context)

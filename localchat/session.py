@@ -12,10 +12,9 @@ from typing import Any
 from localchat import conversation_settings, ledger, one_answer, parameters, settings, slash, tuning
 from localchat.chat import Chat
 from localchat.checkpoint import load_model
-from localchat.config import ModelConfig, load_config, read_json
+from localchat.config import load_config, read_json
 from localchat.device import choose_device
 from localchat.engine import Engine
-from localchat.errors import UsageError
 from localchat.fitting import Fit, fit
 from localchat.limit import card_limit
 from localchat.listing import describe_config
@@ -58,7 +57,7 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     device = choose_device(args.gpu, args.vram, vram_asked="vram" in args.given, say=say)
     tuning.settle(device, say)
     memory, before = memory_on(device, args.vram), memory_used(device)[0]
-    chosen = _fit(args, config, folder, memory)
+    chosen = _fit(args, folder, memory)
     context, int8_kv = chosen.context, chosen.int8_kv
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
@@ -108,21 +107,13 @@ def open_chat(folder: Path, args: argparse.Namespace) -> Opened:
     )
 
 
-def _fit(args: argparse.Namespace, config: ModelConfig, folder: Path, memory: Memory) -> Fit:
-    """How long a context, and in which form it is kept.
+def _fit(args: argparse.Namespace, folder: Path, memory: Memory) -> Fit:
+    """How long a context, and in which form it is kept; see fitting.fit."""
 
-    Raises:
-        UsageError: a longer one was asked for than the model was trained for.
-        DoesNotFit: memory does not hold the model with this context.
-    """
-    limit = config.max_position_embeddings
-    if args.ctx is not None and args.ctx > limit:
-        raise UsageError(f"--ctx {args.ctx:,} is more than the {limit:,} tokens that this model was made for.")
+    def ledger_with(int8_kv: bool, kind: str = memory.kind) -> ledger.Ledger:
+        return ledger.ledger_of_folder(folder, 1, kind, int8_kv=int8_kv)
 
-    def ledger_with(int8_kv: bool) -> ledger.Ledger:
-        return ledger.ledger_of_folder(folder, 1, memory.kind, int8_kv=int8_kv)
-
-    return fit(ledger_with, memory, args.ctx, args.kv_cache)
+    return fit(ledger_with, memory, args.ctx, args.kv_cache, on_cpu=lambda int8_kv: ledger_with(int8_kv, "cpu"))
 
 
 def _kept_as(args: argparse.Namespace, chosen: Fit, kind: str) -> tuple[str, str, str]:

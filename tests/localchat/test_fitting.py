@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from localchat import cli, fitting, ledger, memory_table, session
+from localchat.config import ModelConfig
 from localchat.errors import DoesNotFit, UsageError
 from localchat.fitting import Fit, fit, fixes_for
 from localchat.ledger import Ledger
@@ -19,8 +21,17 @@ GB = 10**9
 BIG = MODELS["qwen3.5-27b"].config
 
 
+@pytest.fixture(autouse=True)
+def _host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "memory_used", lambda: (0, 64 * GB))
+
+
 def big(int8_kv: bool, context: int = 1) -> Ledger:
     return ledger.ledger(BIG, context, "cuda", int8_kv=int8_kv)
+
+
+def big_on_cpu(int8_kv: bool) -> Ledger:
+    return ledger.ledger(BIG, 1, "cpu", int8_kv=int8_kv)
 
 
 def card(size: int, others: int = 0) -> Memory:
@@ -69,7 +80,7 @@ def test_a_form_that_was_chosen_stays_and_nothing_is_said() -> None:
     assert fit(big, card(big(False, 77).total), None, "bf16") == Fit(77, int8_kv=False)
     assert fit(big, card(big(True, 77).total), None, "int8") == Fit(77, int8_kv=True)
     with pytest.raises(DoesNotFit) as caught:
-        fit(big, room, 60_000, "bf16")
+        fit(big, room, 60_000, "bf16", on_cpu=big_on_cpu)
     assert caught.value.hint == ("--kv-cache int8 fits; --ctx 50000 fits; --gpu cpu takes the machine's memory.")
 
 
@@ -83,11 +94,11 @@ def test_a_model_without_attention_has_nothing_to_narrow() -> None:
 def test_a_card_s_free_memory_counts_and_fixes_are_named() -> None:
     others = 20 * GB
     with pytest.raises(DoesNotFit, match=r"do not fit into 12\.0 GB") as caught:
-        fit(big, card(32 * GB, others))
-    needed = f"{big(True).total / GB:.1f} GB"
+        fit(big, card(32 * GB, others), on_cpu=big_on_cpu)
+    needed = f"{ceil(big(True).total / GB * 10) / 10:.1f} GB"
     wanted = ["other programs hold 20.0 GB of the card: close them", "`localchat run qwen3-14b` fits"]
     assert caught.value.hint.removesuffix(".").split("; ") == [*wanted, "--gpu cpu takes the machine's memory"]
-    assert fixes_for(big, card(3 * GB)) == [
+    assert fixes_for(big, card(3 * GB), on_cpu=big_on_cpu) == [
         f"`localchat run {fitting.largest_model(3 * GB, 1, 'cuda')}` fits",
         "--gpu cpu takes the machine's memory",
         f"a card with {needed} free holds it",
@@ -162,3 +173,40 @@ def test_show_says_what_run_would_do(capsys: pytest.CaptureFixture[str], monkeyp
     memory = json.loads(shown("--vram", "24", "--ctx", "200000", "--kv-cache", "bf16", "--json"))["memory"]
     assert memory["fixes"][:2] == ["--kv-cache int8 fits", "--ctx 125725 fits"]
     assert (memory["kv_cache"], memory["context"]) == ("bf16", 200_000)
+
+
+@pytest.mark.parametrize("kv_cache", [None, "bf16", "int8"])
+def test_a_card_of_the_size_that_is_named_holds_it(kv_cache: str | None) -> None:
+    """In the digits that are said."""
+    for name in ("smollm2-135m", "qwen3-14b", "qwen3.5-27b"):
+        config = MODELS[name].config
+
+        def table(int8_kv: bool, config: ModelConfig = config) -> Ledger:
+            return ledger.ledger(config, 1, "cuda", int8_kv=int8_kv)
+
+        for wanted in (None, 1, 100, 777, 1000, 1234, 1777, 2000):
+            fixes = fixes_for(table, card(GB // 2), wanted, kv_cache)
+            ((number, unit),) = re.findall(r"a card with (\S+) (GB|MB) free holds it", "; ".join(fixes))
+            size = int(float(number) * (GB if unit == "GB" else GB // 1000))
+            found = fit(table, card(size), wanted, kv_cache)
+            assert found.context == wanted or wanted is None
+
+
+def test_the_processor_is_offered_where_it_holds_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = "--gpu cpu takes the machine's memory"
+    assert offer not in fixes_for(big, card(3 * GB), 1000)
+    needed = ledger.ledger(BIG, 1000, "cpu", int8_kv=True).total
+    for size, offered in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(fitting, "memory_used", lambda size=size: (0, size))
+        assert (offer in fixes_for(big, card(3 * GB), 1000, on_cpu=big_on_cpu)) is offered
+        assert offer not in fixes_for(big, card(3 * GB), 1000, "bf16", on_cpu=big_on_cpu)
+
+
+def test_show_refuses_what_the_model_was_not_made_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `run` does."""
+    assert cli.main(["show", "qwen3.5-27b", "--ctx", "300000"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        "localchat: error: --ctx 300,000 is more than the 262,144 tokens that this model was made for.\n"
+    )
