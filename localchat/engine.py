@@ -18,10 +18,11 @@ from torch import Tensor
 from localchat.cache import KVCache
 from localchat.graph import DecodeGraph
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
+from localchat.ledger import default_snapshot_budget
 from localchat.model import Model
 from localchat.pace import Pace
 from localchat.sampling import Sampling
-from localchat.snapshots import Snapshots, default_budget
+from localchat.snapshots import Snapshots
 
 # Seconds between two moments of a prefill in which its caller can look up, and stop it.
 LOOK_UP = 0.02
@@ -51,7 +52,8 @@ class Engine:
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         dtype, device = model.ops.cache_dtype, model.device
         self.cache = KVCache(model.config, max_length, dtype=dtype, device=device, int8=int8_kv)
-        self.snapshots = Snapshots(self.cache, default_budget() if snapshot_budget is None else snapshot_budget)
+        budget = default_snapshot_budget() if snapshot_budget is None else snapshot_budget
+        self.snapshots = Snapshots(self.cache, budget)
         self.ids: list[int] = []
         self.tokens_forwarded = 0
         self._hidden: Tensor | None = None  # of the last token in the cache, [1, H]

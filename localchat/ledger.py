@@ -21,6 +21,7 @@ from pathlib import Path
 
 from localchat.config import GROUP_SIZES, TILE_ROWS, ModelConfig, TensorFormat, load_config
 from localchat.errors import BadCheckpoint
+from localchat.stats import memory_used
 
 KV_BYTES = {"cpu": 4, "cuda": 2}  # fp32 and bf16, see ops.py
 SCALE_BYTES = 4  # of an INT8 key or value of one head
@@ -123,6 +124,11 @@ def state_bytes(config: ModelConfig, device: str = "cpu") -> int:
     return config.layer_types.count("linear_attention") * (state + convolution)
 
 
+def default_snapshot_budget() -> int:
+    """Bytes: SNAPSHOT_BUDGET, or an eighth of this machine's memory where that is less."""
+    return min(SNAPSHOT_BUDGET, memory_used()[1] // 8)
+
+
 def _with_run_time(
     config: ModelConfig, sizes: dict[str, int], context: int | None, device: str, int8_kv: bool
 ) -> Ledger:
@@ -132,10 +138,9 @@ def _with_run_time(
     rows = [Row(name, nbytes) for name, nbytes in sizes.items() if nbytes]
     rows.append(Row(f"KV cache, {context:,} tokens{', INT8' * int8_kv}", context * per_token))
     if state:
+        most = default_snapshot_budget() // state
         rows.append(Row("recurrent state", state))
-        rows.append(
-            Row(f"snapshots, at most {SNAPSHOT_BUDGET // state}", SNAPSHOT_BUDGET // state * state, optional=True)
-        )
+        rows.append(Row(f"snapshots, at most {most}", most * state, optional=True))
     rows.append(Row("workspace", _workspace_bytes(config, device)))
     if device == "cuda":
         in_int8 = config.quantization is None or config.quantization.format_of("embed_tokens").bits == 8

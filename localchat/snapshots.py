@@ -7,15 +7,8 @@ by n tokens reads again some fraction of n, however long ago it was.
 """
 
 from localchat.cache import KVCache, Snapshot
-from localchat.ledger import SNAPSHOT_BUDGET
-from localchat.stats import memory_used
 
 KEPT_NEWEST = 8
-
-
-def default_budget() -> int:
-    """Bytes: SNAPSHOT_BUDGET, or an eighth of this machine's memory where that is less."""
-    return min(SNAPSHOT_BUDGET, memory_used()[1] // 8)
 
 
 class Snapshots:

@@ -125,10 +125,15 @@ def test_which_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_show_says_what_run_would_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_table, "_may_have_card", lambda: False)
+    monkeypatch.setattr("localchat.ledger.memory_used", lambda: (0, 64 << 30))
     assert cli.main(["show", "qwen3.5-27b", "--vram", "24", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert (memory["device"], memory["context"], memory["available"]) == ("cuda", 32768, 24_000_000_000)
     assert {row["name"] for row in memory["rows"] if row["on_host"]} == {"embedding", "snapshots, at most 27"}
+    monkeypatch.setattr("localchat.ledger.memory_used", lambda: (0, 16 << 30))  # an eighth of which is for them
+    assert cli.main(["show", "qwen3.5-27b", "--vram", "24", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["memory"]["rows"]
+    assert "snapshots, at most 13" in {row["name"] for row in rows}
     assert memory["largest_context"] > 100_000
     assert cli.main(["show", "qwen3.5-27b", "--vram", "16"]) == 0
     text = capsys.readouterr().out

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from localchat import cache as cache_module
-from localchat import snapshots
+from localchat import ledger
 from localchat.cache import KVCache
 from localchat.config import ModelConfig
-from localchat.snapshots import KEPT_NEWEST, Snapshots, default_budget
+from localchat.ledger import default_snapshot_budget
+from localchat.snapshots import KEPT_NEWEST, Snapshots
 
 RAW = {
     "model_type": "llama",
@@ -134,7 +135,7 @@ def test_a_machine_with_less_memory_than_the_budget(monkeypatch: pytest.MonkeyPa
 def test_attention_alone_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(10, monkeypatch)
     turns.cache = KVCache(ModelConfig.from_dict(RAW), 20, dtype=torch.float32, device=torch.device("cpu"))
-    turns.snapshots = Snapshots(turns.cache, default_budget())
+    turns.snapshots = Snapshots(turns.cache, default_snapshot_budget())
     turns.cache.append(5)
     turns.snapshots.take()
     assert (turns.snapshots.nbytes, turns.allocations) == (0, 0)
@@ -142,5 +143,5 @@ def test_attention_alone_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_budget_is_at_most_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for total, budget in ((8 << 30, 1 << 30), (64 << 30, 4 << 30)):
-        monkeypatch.setattr(snapshots, "memory_used", lambda total=total: (0, total))
-        assert default_budget() == budget
+        monkeypatch.setattr(ledger, "memory_used", lambda total=total: (0, total))
+        assert default_snapshot_budget() == budget
