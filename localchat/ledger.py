@@ -21,6 +21,7 @@ from pathlib import Path
 
 from localchat.config import GROUP_SIZES, TILE_ROWS, ModelConfig, TensorFormat, load_config
 from localchat.errors import BadCheckpoint
+from localchat.shard_files import shard_files
 from localchat.stats import memory_used
 
 KV_BYTES = {"cpu": 4, "cuda": 2}  # fp32 and bf16, see ops.py
@@ -101,10 +102,10 @@ def ledger_of_folder(folder: Path, context: int | None = None, device: str = "cp
     """The ledger of a packed folder, from the tensors that are really in its files.
 
     Raises:
-        BadCheckpoint: config.json or a safetensors header cannot be read.
+        BadCheckpoint: config.json or a safetensors header cannot be read, or a file is missing.
     """
     sizes = dict.fromkeys(_WEIGHTS, 0)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in shard_files(folder):
         for row, nbytes in _tensors(path):
             sizes[row] += nbytes
     return _with_run_time(load_config(folder), sizes, context, device, int8_kv)

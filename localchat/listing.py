@@ -55,14 +55,16 @@ def print_model(
 
     Raises:
         ModelNotFound: it is neither here nor in the registry.
-        UserError: there is no such card, or it cannot be used.
+        UserError: there is no such card, it cannot be used, or a file of the model is missing or damaged.
         UsageError: the model was not made for so long a context.
     """
     folder, config, entry = _lookup(name)
     shape = config or (entry.config if entry else None)
     if shape is None:
         near = registry.suggest(name)
-        hint = f"did you mean {near}?" if near else f"`localchat pull {one_line(name)}` downloads a model first."
+        hint = f"did you mean {near}?" if near else "`localchat list` names the models; a hub id is org/name."
+        if "/" in name and not near:
+            hint = f"`localchat pull {one_line(name)}` downloads a model first."
         raise ModelNotFound(f"{one_line(name)} is neither on this machine nor a name that is known.", hint)
     packed = folder is not None and config is not None and config.quantization is not None
     memory = memory_of(gpu, vram, vram_asked=vram_asked)

@@ -17,10 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from localchat.config import read_json
 from localchat.errors import BadCheckpoint
+from localchat.shard_files import find_index, read_index, shard_files
 
-INDEX_NAME = "model.safetensors.index.json"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,7 +31,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
@@ -136,12 +134,13 @@ def open_shards(folder: Path) -> Shards:
     """
     index = find_index(folder)
     wanted = read_index(index) if index else None
-    paths = sorted({folder / file for file in wanted.values()}) if wanted is not None else _all_shards(folder)
+    paths = shard_files(folder)
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
         held: dict[Path, set[str]] = {}
         for path in paths:
-            files[path] = stack.enter_context(_open(path, index))
+            with translated(path):
+                files[path] = stack.enter_context(safe_open(path, framework="pt"))
             held[path] = set(files[path].keys())
         names = indexed(folder, wanted, held) if wanted is not None else merged(held)
         return Shards(names, files, stack.pop_all())
@@ -167,47 +166,6 @@ def check_file(path: Path) -> None:
     """
     with translated(path), safe_open(path, framework="pt"):
         return
-
-
-def find_index(folder: Path) -> Path | None:
-    """The index file; its usual name first, since some repositories carry the index of a second format as well."""
-    found = sorted(folder.glob("*.safetensors.index.json"))
-    usual = folder / INDEX_NAME
-    return usual if usual in found else next(iter(found), None)
-
-
-def read_index(index: Path) -> dict[str, str]:
-    """`weight_map` of an index: tensor name -> file name, each a plain name inside the folder."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise BadCheckpoint(f"{index}: has no weight_map of tensor names to file names.")
-    for name, file in weight_map.items():
-        # Files themselves may be links (the hub's cache is made of them); a name may not leave the folder.
-        if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\:\0"):
-            raise BadCheckpoint(f"{index}: {name} is said to lie in {file!r}, which is not a file of this folder.")
-    return weight_map
-
-
-def _all_shards(folder: Path) -> list[Path]:
-    """Every safetensors file of a folder without index, or the reason why there is none."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if paths:
-        return paths
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise BadCheckpoint(
-            f"{folder}: holds only pickle files ({pickles[0]}), which can run code and are never loaded here; "
-            "use a repository with .safetensors files, or convert it with transformers' save_pretrained."
-        )
-    raise BadCheckpoint(f"{folder}: there is no .safetensors file, so this is not a model folder.")
-
-
-def _open(path: Path, index: Path | None) -> Any:
-    if not path.is_file():
-        named = f" although {index.name} names it" if index else ""
-        raise BadCheckpoint(f"{path.parent}: the file {path.name} is missing{named}; download the model again.")
-    with translated(path):
-        return safe_open(path, framework="pt")
 
 
 def indexed(folder: Path, wanted: Mapping[str, str], held: Mapping[Path, set[str]]) -> dict[str, Path]:

@@ -14,7 +14,8 @@ from localchat import hub
 from localchat.download import download, is_large
 from localchat.errors import BadCheckpoint
 from localchat.shard_feed import ShardFeed
-from localchat.shards import Shards, Span, check_file, find_index, indexed, merged, read_header, read_index, span_of
+from localchat.shard_files import find_index, read_index
+from localchat.shards import Shards, Span, check_file, indexed, merged, read_header, span_of
 from localchat.transfer import Notice, Plan, Progress
 
 

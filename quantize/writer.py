@@ -24,7 +24,7 @@ from torch import Tensor
 
 from localchat.errors import UserError
 from localchat.pinned import host_bytes
-from localchat.shards import INDEX_NAME
+from localchat.shard_files import INDEX_NAME
 
 _DTYPES = {
     torch.float32: "F32",

@@ -1,6 +1,7 @@
 """`list` and `show`: tables and JSON, without a model, for a packed folder, and for a checkpoint."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,37 @@ def test_show_of_folders(capsys: Capture, scripted: Callable[..., Path]) -> None
     assert json.loads(capsys.readouterr().out)["quantization"] == ""
 
 
-def test_show_of_nothing() -> None:
-    with pytest.raises(ModelNotFound):
-        listing.print_model("nobody/nothing", context=None, as_json=False)
+def test_show_of_a_packed_folder_without_its_weights(
+    capsys: Capture, scripted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As `run` says it."""
+    packed = shutil.copytree(scripted("abc"), tmp_path / "packed")
+    shards = sorted(packed.glob("*.safetensors"))
+    for path in shards:
+        path.unlink()
+    told = []
+    for command in (["show"], ["run", "--no-stdin"]):
+        assert cli.main([*command, str(packed), *(["hi"] if command[0] == "run" else [])]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        told.append(said.err)
+    assert told[0] == told[1]
+    named = f"the file {shards[0].name} is missing although model.safetensors.index.json names it"
+    assert told[0] == f"localchat: error: {packed}: {named}; download the model again.\n"
+    (packed / "model.safetensors.index.json").unlink()
+    assert cli.main(["show", str(packed)]) == 1
+    assert "there is no .safetensors file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nosuch", "`localchat list` names the models; a hub id is org/name."),
+        ("nobody/nothing", "`localchat pull nobody/nothing` downloads a model first."),
+        ("qwen3.5-72b", "did you mean"),
+    ],
+)
+def test_show_of_nothing(name: str, hint: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        listing.print_model(name, context=None, as_json=False)
+    assert caught.value.hint.startswith(hint)
