@@ -220,7 +220,7 @@ def _steps(
     return acc
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def int4_few_tokens_kernel(
     x_ptr,
     row_scale_ptr,
@@ -264,8 +264,6 @@ def int4_few_tokens_kernel(
     and the sums of its squares, for the product behind the next norm.
     """
     let_next_start(PDL)
-    if TOKENS == 1:
-        T = 1  # the compiler may know
     words_k = K32 * 4
     block, blocks = tl.program_id(0) // SETS, tl.num_programs(0) // SETS
     if SETS > 1:  # neighbours read the same weights, of which one brings them from memory

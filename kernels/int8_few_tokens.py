@@ -131,7 +131,7 @@ def _steps(
     return acc, words, early, x
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def int8_few_tokens_kernel(
     x_ptr,
     row_scale_ptr,
@@ -160,8 +160,6 @@ def int8_few_tokens_kernel(
 ):
     """y[t, n] = row_scale[t] * scales[n] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for 16 rows and 8 tokens."""
     let_next_start(PDL)
-    if TOKENS == 1:
-        T = 1  # the compiler may know
     words_k = K16 * 4
     steps = tl.cdiv(words_k, 16 * PARTS)
     lane = tl.arange(0, PARTS * 8)[:, None]

@@ -109,7 +109,7 @@ def _int8_gemv_kernel(
     tl.store(y_ptr + token * N + n, y.to(y_ptr.dtype.element_ty), mask=in_range)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _int8_gemm_kernel(
     x_ptr,
     row_scale_ptr,

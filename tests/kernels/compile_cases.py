@@ -321,11 +321,12 @@ def _int8_few_tokens_cases() -> list[Case]:
         launch = int8_matmul.few_tokens_options(tokens, k, settings)
         parts, batch = launch.pop("num_warps"), launch["BATCH"]
         launch |= {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 512 if k == 5120 else 0, "USE_PTX": True}
+        launch |= {"T": 1} if tokens == 1 else {}
         cases.append(
             Case(
                 f"int8_few_tokens {n} x {k} {tokens} tokens, {parts} parts batch {batch}",
                 "int8_few_tokens.int8_few_tokens_kernel",
-                "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32 i32 i32:16 i32 i32 fp32",
+                f"*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32",
                 launch,
                 parts,
             )
@@ -363,14 +364,14 @@ def _few_tokens_cases() -> list[Case]:
         launch |= {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
         down = n < k  # its end makes what the next norm needs, as gate_up's makes SwiGLU
         launch |= {"SQUARES": 0 if down else 512, "SWIGLU": n > 4 * k, "NORM": down}
-        launch |= {"USE_PTX": True}
+        launch |= {"USE_PTX": True} | ({"T": 1} if tokens == 1 else {})
         kind = f"groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
         cases.append(
             Case(
                 f"int4_few_tokens {n} x {k} {kind}, {chosen.parts} parts batch {chosen.batch}",
                 "int4_few_tokens.int4_few_tokens_kernel",
                 f"*fp16 *fp32 *i32 *{scales} *{scales} *fp32 *fp32 {'*fp16' if n > 4 * k else '*fp32'} "
-                f"*fp32 *fp16 *fp32 i32 i32:16 i32 i32 fp32",
+                f"*fp32 *fp16 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32",
                 launch,
                 warps,
             )
@@ -461,10 +462,10 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constexprs.items()}, attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    varying = (p.name for p in kernel.params if p.name in VARYING and not p.do_not_specialize)
+    free = (p.name for p in kernel.params if not (p.do_not_specialize or p.do_not_specialize_on_alignment))
     return {
         "shared": compiled.metadata.shared,
-        "specialized": sorted(varying),
+        "specialized": sorted(set(free) & set(VARYING)),
         "fragments": _fragments(compiled.asm["ttgir"]),
         "word_loads": _word_loads(compiled.asm["ptx"]),
         "unwritten": unwritten(_tool("nvdisasm", "-c", compiled.asm["cubin"]))
