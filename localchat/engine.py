@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from localchat.cache import KVCache
+from localchat.forward_graphs import ForwardGraphs
 from localchat.graph import DecodeGraph
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
 from localchat.ledger import default_snapshot_budget
@@ -62,7 +63,9 @@ class Engine:
         self._copied = 0
         self._marks = torch.zeros(model.config.vocab_size, dtype=torch.uint8, device=model.device)
         self._seen = self._marks[: self.vocab_size]
-        self._graph = DecodeGraph(model, self.cache, self._seen) if model.device.type == "cuda" else None
+        on_card = model.device.type == "cuda"
+        self._graph = DecodeGraph(model, self.cache, self._seen) if on_card else None
+        self._few = ForwardGraphs(model, self.cache) if on_card else None
 
     @property
     def ready(self) -> bool:
@@ -197,10 +200,15 @@ class Engine:
         """A forward of `ids`, with a pause after each layer; yields which share of the layers is done."""
         start, device = len(self.ids), self.model.device
         with self._step(ids):
-            positions = torch.arange(start, start + len(ids), device=device)
-            steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache)
-            for layer, hidden in enumerate(steps, 1):  # noqa: B007 -- the last one is what is wanted
-                yield layer / len(self.model.layers)
+            few = None if self._few is None else self._few.forward(ids, start)
+            if few is not None:
+                hidden = few
+                yield 1.0
+            else:
+                positions = torch.arange(start, start + len(ids), device=device)
+                steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache)
+                for layer, hidden in enumerate(steps, 1):  # noqa: B007 -- the last one is what is wanted
+                    yield layer / len(self.model.layers)
         self._hidden = hidden[-1:].clone()  # so that the others' memory is free
 
     def _moments(self, layers: Iterator[float], pace: Pace | None) -> Iterator[float]:

@@ -86,6 +86,27 @@ def test_the_graph_gives_what_separate_launches_give(model: Model, int8_kv: bool
 
 
 @INT8_OR_NOT
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3.5-27b"])
+def test_few_tokens_are_a_graph_from_the_second_time_on(name: str, int8_kv: bool) -> None:
+    """Bit for bit what single launches give, wherever the tokens stand and whatever ran between."""
+    entry = MODELS[name] if name == "smollm2-135m" else replace(MODELS[name], num_hidden_layers=4)
+    engine, single = (Engine(synthetic_model(entry, "cuda"), 400, int8_kv=int8_kv) for _ in range(2))
+    single._few = None
+    for start, tokens in ((0, 16), (3, 16), (200, 16), (9, 2), (100, 2), (11, 16), (7, 23), (70, 23), (50, 33)):
+        hidden = []
+        for each in (engine, single):
+            each.rewind(0)
+            for part in (PROMPT * 3)[:start], list(range(20, 20 + tokens)):
+                for _ in each.prefill(part):
+                    continue
+            hidden.append(each._hidden)
+        assert torch.equal(*hidden)
+        assert reply(engine, PROMPT, GREEDY, 5) == reply(single, PROMPT, GREEDY, 5)
+    captured = {tokens: found is not None for tokens, found in engine._few._captured.items()} if engine._few else {}
+    assert captured == {16: True, 2: True, 23: True, 3: False, 9: False, 11: False, 7: False}
+
+
+@INT8_OR_NOT
 def test_one_graph_serves_every_prompt_length_and_setting(model: Model, int8_kv: bool) -> None:
     engine = Engine(model, 200, int8_kv=int8_kv)
     reply(engine, PROMPT, GREEDY)
