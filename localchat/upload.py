@@ -50,9 +50,12 @@ def upload(
     tensors: dict[str, Tensor] = {}
     pieces: list[Piece] = []
     _lay_out(at_device, lambda size: torch.empty(size, dtype=torch.uint8, device=device), tensors, pieces)
-    _lay_out(at_host, lambda size: host_bytes(size, device), tensors, pieces)
-    with Copier(device) as copier:
-        copier.copy(pieces)
+    with Copier(device) as copier, ThreadPoolExecutor(1) as beside:
+        running = beside.submit(copier.copy, pieces)
+        kept: list[Piece] = []
+        _lay_out(at_host, lambda size: host_bytes(size, device), tensors, kept)  # pinning takes the driver a while
+        running.result()
+        copier.copy(kept)
     return tensors
 
 
