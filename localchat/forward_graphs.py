@@ -1,11 +1,11 @@
 """Forwards of a few tokens as CUDA graphs: one for each number of tokens, captured when it comes for the second time.
 
-What the card does for 2 to 32 tokens of a 27B takes it 10 to 20 ms; launching its 400 kernels one by one takes the host
-36 (kernels/NOTES.md). The first forward of so many tokens is launched one by one and compiles what it needs; the second is
-recorded, which costs the host as much again, and replayed; all after it are replays. Tokens and their positions are
-values in tensors, so a graph serves every context; how many tokens there are is part of it.
+What the card does for 2 to 32 tokens of a 27B takes it 10 to 20 ms; launching its 400 kernels one by one takes the
+host 36 (kernels/NOTES.md). The first forward of so many tokens is launched one by one and compiles what it needs; the
+second is recorded, which costs the host as much again, and replayed; all after it are replays. Tokens and their
+positions are values in tensors, so a graph serves every context; how many tokens there are is part of it.
 
-Messages of the same length are rare; prompts of a benchmark, and tokens that are proposed and verified together, are not.
+Messages of the same length are rare; prompts of a benchmark, and tokens that are proposed and verified together, not.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ class ForwardGraphs:
         self._pool = torch.cuda.graph_pool_handle()  # one memory for all: they run one after the other
 
     def forward(self, ids: Sequence[int], start: int) -> Tensor | None:
-        """The hidden states [T, H] of `ids` at the positions from `start` on, until the next call; the cache is changed.
+        """The hidden states [T, H] of `ids` at the positions from `start` on; they last until the next call.
 
-        None: nothing was done, the caller launches them one by one.
+        The cache is changed. None: nothing was done, the caller launches them one by one.
         """
         tokens = len(ids)
         if not 2 <= tokens <= MOST:
