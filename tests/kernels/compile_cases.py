@@ -356,6 +356,8 @@ def _few_tokens_cases() -> list[Case]:
         (32, True, 3072, 576, "fp16", 8, None),
         (32, True, 3072, 1536, "fp16", 1, None),
         (32, True, 3072, 576, "fp32", 8, Fragments(4, 1)),
+        (32, True, 5120, 5120, "fp32", 1, None),
+        (32, True, 5120, 5120, "fp32", 8, None),
     ):
         chosen = settings or TABLE["NVIDIA H200"].fragments(n, k)
         dtype = torch.float16 if scales == "fp16" else torch.float32
