@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from localchat.cache import KVCache
-from localchat.forward_graphs import ForwardGraphs
+from localchat.forward_graphs import MOST, ForwardGraphs
 from localchat.graph import DecodeGraph
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
 from localchat.ledger import default_snapshot_budget
@@ -206,7 +206,9 @@ class Engine:
                 yield 1.0
             else:
                 positions = torch.arange(start, start + len(ids), device=device)
-                steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache)
+                # Few tokens are a graph the next time, which does not know the length: now they go the same way.
+                length = start + len(ids) if len(ids) > MOST else None
+                steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache, length)
                 for layer, hidden in enumerate(steps, 1):  # noqa: B007 -- the last one is what is wanted
                     yield layer / len(self.model.layers)
         self._hidden = hidden[-1:].clone()  # so that the others' memory is free

@@ -74,6 +74,23 @@ def test_a_prefill_looks_up_between_layers(model: Model, monkeypatch: pytest.Mon
     assert said == [(128, 0), (256, 256), (278, 256), (300, 300)]
 
 
+def test_a_forward_of_many_tokens_knows_how_long_the_conversation_is(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few it does not: the same kernels have to serve as a graph."""
+    said, layer_by_layer = [], model.layer_by_layer
+
+    def spied(ids: torch.Tensor, positions: torch.Tensor, *arguments: Any) -> Any:
+        said.append((int(positions[-1]) + 1, arguments[-1]))
+        return layer_by_layer(ids, positions, *arguments)
+
+    monkeypatch.setattr(model, "layer_by_layer", spied)
+    engine = Engine(model, 1000)
+    for tokens in (300, 33, 32, 1):
+        prefill(engine, [5] * tokens)
+    assert said == [(256, 256), (300, 300), (333, 333), (365, None), (366, None)]
+
+
 def test_a_prefill_closed_between_layers_never_began_its_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localchat.engine.LOOK_UP", 0.0)
     wanted, engine = Engine(model, 1000), Engine(model, 1000)
