@@ -29,14 +29,16 @@ from torch import Tensor
 
 from localchat.kernels.activations import silu
 from localchat.kernels.checks import FLOATS
-from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay, write_ring
+from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.scaled_half import in_units
 
 _DOUBLINGS = tl.constexpr(CHUNK.bit_length() - 1)  # from blocks of one row to the chunk
 # Columns of q and k that its products take at once.
 _BLOCK_K = 64
-# Tokens of a program of the first and last kernels.
+# Tokens in a row that a thread of the convolution goes through, and how many such runs a program has.
+CONV_LENGTH, CONV_RUNS = 8, 8
+# Tokens of a program of the last kernel.
 _BLOCK_T = 16
 
 
@@ -57,6 +59,16 @@ def _tile_to_half(x):
     return (x * inverse).to(tl.float16), scale
 
 
+@triton.jit
+def _write_ring(qkvz_ptr, conv_state_ptr, channel, position, tokens, ROW_STRIDE, CHANNELS):
+    """The inputs of the last four tokens, or of as many as there are; position: of the first of all."""
+    last = tokens - 4 + tl.arange(0, 4)
+    there = (last >= 0)[:, None]
+    recent = tl.load(qkvz_ptr + last.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :], mask=there, other=0.0)
+    slot = conv_state_ptr + ((position + last) & 3)[:, None] * CHANNELS + channel[None, :]
+    tl.store(slot, recent.to(conv_state_ptr.dtype.element_ty), mask=there)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _conv_kernel(
     qkvz_ptr,
@@ -72,31 +84,53 @@ def _conv_kernel(
     L2_EPS: tl.constexpr,
     NORM: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    RUNS: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
-    """A few tokens of a head: out fp16 [T, heads, D], of length 1 or with a scale per token, fp32 [T, heads]."""
+    """RUNS times LENGTH tokens of a head: out fp16 [T, heads, D], of length 1 or with a scale per token, fp32 [T, heads].
+
+    A thread goes through LENGTH tokens of its channels, so that it reads and converts an input once. Each sum has the
+    same order, where a chunk begins as well: chunks are the whole, bit for bit.
+    """
     head, heads = tl.program_id(1), tl.num_programs(1)
-    token, d = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, D)
+    first, d = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)) * LENGTH, tl.arange(0, D)
     channel = first_channel + head * D + d
-    y = tl.zeros([BLOCK_T, D], tl.float32)
-    for j in tl.static_range(4):  # where a chunk begins in the same order, so it is the whole, bit for bit
-        source = token + (j - 3)
-        row = qkvz_ptr + source.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
-        u = tl.load(row, mask=((source >= 0) & (token < tokens))[:, None], other=0.0).to(tl.float32)
-        if tl.program_id(0) == 0:
-            slot = (tl.load(positions_ptr).to(tl.int32) + source) & 3
-            past = conv_state_ptr + slot[:, None] * CHANNELS + channel[None, :]
-            u += tl.load(past, mask=(source < 0)[:, None], other=0.0).to(tl.float32)
-        y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
-    y = silu(y)
-    cell = token.to(tl.int64) * heads + head
-    if NORM:
-        y = y / tl.sqrt_rn(tl.sum(y * y, 1) + L2_EPS)[:, None]
-    else:
-        scale, inverse = _power_of_two(tl.max(tl.abs(y), 1))
-        y = y * inverse[:, None]
-        tl.store(scale_ptr + cell, scale, mask=token < tokens)
-    tl.store(out_ptr + cell[:, None] * D + d[None, :], y.to(tl.float16), mask=(token < tokens)[:, None])
+    rows = qkvz_ptr + first.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
+    weights, past, inputs = (), (), ()  # all loads first: no barrier, which changes of layout bring, is between them
+    for j in tl.static_range(4):
+        w = tl.load(weight_ptr + channel * 4 + j)
+        weights = weights + (w,)  # type: ignore[assignment] # noqa: RUF005 -- the one way that Triton knows
+    for t in tl.static_range(3):
+        seen = (first >= 3 - t) & (first + (t - 3) < tokens)
+        u = tl.load(rows + (t - 3) * ROW_STRIDE, mask=seen[:, None], other=0.0).to(tl.float32)
+        past = past + (u,)  # type: ignore[assignment] # noqa: RUF005
+    for t in tl.static_range(LENGTH):
+        u = tl.load(rows + t * ROW_STRIDE, mask=(first + t < tokens)[:, None], other=0.0).to(tl.float32)
+        inputs = inputs + (u,)  # type: ignore[assignment] # noqa: RUF005
+    oldest, older, old = past
+    if tl.program_id(0) == 0:
+        position, begins = tl.load(positions_ptr).to(tl.int32), (first == 0)[:, None]
+        ring = conv_state_ptr + channel[None, :]
+        oldest += tl.load(ring + ((position + 1) & 3) * CHANNELS, mask=begins, other=0.0).to(tl.float32)
+        older += tl.load(ring + ((position + 2) & 3) * CHANNELS, mask=begins, other=0.0).to(tl.float32)
+        old += tl.load(ring + ((position + 3) & 3) * CHANNELS, mask=begins, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # the past has been read, and nobody else looks at these channels of it
+        _write_ring(qkvz_ptr, conv_state_ptr, channel, position, tokens, ROW_STRIDE, CHANNELS)
+    w0, w1 = weights[0].to(tl.float32)[None, :], weights[1].to(tl.float32)[None, :]
+    w2, w3 = weights[2].to(tl.float32)[None, :], weights[3].to(tl.float32)[None, :]
+    cell = first.to(tl.int64) * heads + head
+    outs = out_ptr + cell[:, None] * D + d[None, :]
+    for t in tl.static_range(LENGTH):
+        now, real = inputs[t], first + t < tokens
+        y = silu(w0 * oldest + w1 * older + w2 * old + w3 * now)
+        if NORM:
+            y = y * tl.rsqrt(tl.sum(y * y, 1) + L2_EPS)[:, None]
+        else:
+            scale, inverse = _power_of_two(tl.max(tl.abs(y), 1))
+            y = y * inverse[:, None]
+            tl.store(scale_ptr + cell + t * heads, scale, mask=real)
+        tl.store(outs + t * heads * D, y.to(tl.float16), mask=real[:, None])
+        oldest, older, old = older, old, now
 
 
 @triton.jit
@@ -288,9 +322,8 @@ def gated_delta_net_prefill(
     o = torch.empty(tokens, value_heads, value_dim, dtype=torch.float32, device=device)
     out = torch.empty(tokens, value_heads * value_dim, dtype=dtype, device=device)
 
-    blocks = triton.cdiv(tokens, _BLOCK_T)
     for heads, scale, first in ((qk, None, 0), (v, v_scale, 2 * keys)):
-        _conv_kernel[(blocks, heads.shape[1])](
+        _conv_kernel[(triton.cdiv(tokens, CONV_RUNS * CONV_LENGTH), heads.shape[1])](
             qkvz,
             conv_weight,
             positions,
@@ -304,10 +337,10 @@ def gated_delta_net_prefill(
             L2_EPS=L2_EPS,
             NORM=scale is None,
             D=heads.shape[2],
-            BLOCK_T=_BLOCK_T,
+            RUNS=CONV_RUNS,
+            LENGTH=CONV_LENGTH,
             num_warps=4,
         )
-    write_ring(qkvz, positions, conv_state)
     _triangle_kernel[(chunks, value_heads)](
         qk,
         ba,
@@ -347,7 +380,7 @@ def gated_delta_net_prefill(
         num_warps=warps,
         num_stages=stages,
     )
-    _gated_norm_kernel[(blocks, value_heads)](
+    _gated_norm_kernel[(triton.cdiv(tokens, _BLOCK_T), value_heads)](
         o, qkvz, norm_weight, out, tokens, channels, row, eps, D=value_dim, BLOCK_T=_BLOCK_T, num_warps=4
     )
     return out

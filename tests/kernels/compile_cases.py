@@ -165,12 +165,13 @@ def _attention_decode_cases() -> list[Case]:
 def _delta_net_cases() -> list[Case]:
     """qwen3.5-27b, 9b and 2b: 3, 2 and 1 value heads per key head."""
     module, chunk, dims = "gated_delta_net_prefill", {"CHUNK": 64}, {"REPEATS": 3, "DK": 128}
+    runs = {"RUNS": gated_delta_net_prefill.CONV_RUNS, "LENGTH": gated_delta_net_prefill.CONV_LENGTH}
     prefill = [
         Case(
             f"gated_delta_net_prefill conv {dtype} {'q, k' if norm else 'v'}",
             f"{module}._conv_kernel",
             f"*{dtype} *bf16 *i64 *bf16 *fp16 {'' if norm else '*fp32 '}i32 i32:16 i32:16 i32:16",
-            {"L2_EPS": 1e-6, "NORM": norm, "D": 128, "BLOCK_T": 16, **({"scale_ptr": None} if norm else {})},
+            {"L2_EPS": 1e-6, "NORM": norm, "D": 128, **runs, **({"scale_ptr": None} if norm else {})},
         )
         for dtype in ("fp32", "bf16")
         for norm in (True, False)
