@@ -1,7 +1,7 @@
 """A gated delta net over many tokens: the recurrence of gated_delta_net.py, 64 tokens at a time (arXiv 2412.06464).
 
 For one value head and one chunk of tokens i, j, with k and q normalised and without q's 1 / sqrt(dk), which comes last;
-D_ij = sum of g over j < l <= i, so that a product of decays is never a quotient; S0 [dv, dk] the state before:
+D_ij = sum of g over j < l <= i (a difference of sums, but one that rounds nothing off); S0 [dv, dk] the state before:
 
     A_ij = beta_i (k_i . k_j) e^{D_ij}  for j < i         inverse = (I + A)^-1
     P_ij =       (q_i . k_j) e^{D_ij}  for j <= i
@@ -33,6 +33,7 @@ from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_n
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.scaled_half import in_units
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _DOUBLINGS = tl.constexpr(CHUNK.bit_length() - 1)  # from blocks of one row to the chunk
 # Columns of q and k that its products take at once.
 _BLOCK_K = 64
@@ -87,7 +88,7 @@ def _conv_kernel(
     RUNS: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """RUNS times LENGTH tokens of a head: out fp16 [T, heads, D], of length 1 or with a scale per token, fp32 [T, heads].
+    """RUNS * LENGTH tokens of a head: out fp16 [T, heads, D], of length 1 or with a scale per token, fp32 [T, heads].
 
     A thread goes through LENGTH tokens of its channels, so that it reads and converts an input once. Each sum has the
     same order, where a chunk begins as well: chunks are the whole, bit for bit.
@@ -134,6 +135,23 @@ def _conv_kernel(
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _in_two(g):
+    """The logarithm of a decay, to base 2, as a multiple of 2^-10 and a rest of at most 2^-11.
+
+    A chunk's sums of the first are exact (2^-150 is 0 in fp32, and 64 times 150 is below 2^24 such multiples), and so
+    are their differences: what lies between two tokens is known as well as by a sum over it.
+    """
+    g = tl.maximum(g * _LOG2_E, -150.0)
+    coarse = tl.floor(g * 1024.0 + 0.5) * (1.0 / 1024.0)
+    return coarse, g - coarse
+
+
+@triton.jit
 def _half_dot(a, b):
     return tl.dot(a.to(tl.float16), b.to(tl.float16))
 
@@ -147,10 +165,9 @@ def _inverse(a, CHUNK: tl.constexpr):
     Sizes double. A series in a would be shorter, and cancel terms of up to 1e18 where keys repeat.
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, a, 0.0)
-    for doubling in tl.range(1, _DOUBLINGS, num_stages=1):
-        pair = row >> (doubling + 1) == column >> (doubling + 1)
-        corner = tl.where(pair & (row >> doubling != column >> doubling), a, 0.0)
+    inverse = tl.where(row == column, 1.0, tl.where(row ^ column == 1, -a.to(tl.float32), 0.0))
+    for doubling in tl.static_range(1, _DOUBLINGS):
+        corner = tl.where((row >> doubling) ^ (column >> doubling) == 1, a, 0.0)
         inverse -= _half_dot(_half_dot(inverse, corner), inverse)
     return inverse
 
@@ -183,18 +200,6 @@ def _triangle_kernel(
     b = tl.load(ba, mask=real, other=0.0).to(tl.float32)
     a = tl.load(ba + heads, mask=real, other=0.0).to(tl.float32)
     A_log, dt_bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32)
-    beta, g = step_and_decay(b, a, A_log, dt_bias)
-    beta, g = tl.where(real, beta, 0.0), tl.where(real, g, 0.0)
-    later = i[:, None] > i[None, :]
-    after = tl.where(later, g[:, None], 0.0)
-    out = (chunk * heads + head).to(tl.int64)
-    gates = gates_ptr + out * 3 * CHUNK + i  # stored here, so that nothing of them lives through the products
-    tl.store(gates, beta)
-    tl.store(gates + CHUNK, tl.exp(tl.cumsum(g, 0)))
-    tl.store(gates + 2 * CHUNK, tl.exp(tl.sum(after, 0)))
-    between = tl.cumsum(after, 0)
-    decay = tl.where(i[:, None] >= i[None, :], tl.exp(between), 0.0)
-
     row = qk_ptr + (wide_token[:, None] * 2 * KEY_HEADS + head // REPEATS) * DK + d[None, :]
     qk, kk = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     for first in range(0, DK, BLOCK_K):  # in parts, so that the operands stay in registers
@@ -202,9 +207,23 @@ def _triangle_kernel(
         k = tl.load(row + first + KEY_HEADS * DK, mask=real[:, None], other=0.0)
         qk += tl.dot(q, tl.trans(k))
         kk += tl.dot(k, tl.trans(k))
+
+    beta, g = step_and_decay(b, a, A_log, dt_bias)
+    beta, g = tl.where(real, beta, 0.0), tl.where(real, g, 0.0)
+    parts = _in_two(g)
+    coarse, fine = tl.associative_scan(parts, 0, _add_pairs)
+    coarse_all, fine_all = tl.reduce(parts, 0, _add_pairs)
+    out = (chunk * heads + head).to(tl.int64)
+    gates = gates_ptr + out * 3 * CHUNK + i
+    tl.store(gates, beta)
+    tl.store(gates + CHUNK, tl.exp2(coarse + fine))
+    tl.store(gates + 2 * CHUNK, tl.exp2((coarse_all - coarse) + (fine_all - fine)))
+
     tile = out * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+    between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+    decay = tl.exp2(tl.where(i[:, None] >= i[None, :], between, float("-inf")))
     tl.store(p_ptr + tile, (qk * decay).to(tl.float16))
-    a = tl.where(later, beta[:, None] * kk * decay, 0.0)
+    a = tl.where(i[:, None] > i[None, :], beta[:, None] * kk * decay, 0.0).to(tl.float16)
     tl.store(inverse_ptr + tile, _inverse(a, CHUNK).to(tl.float16))
 
 
@@ -356,7 +375,7 @@ def gated_delta_net_prefill(
         DK=key_dim,
         BLOCK_K=min(_BLOCK_K, key_dim),
         CHUNK=CHUNK,
-        num_warps=8,
+        num_warps=4,
         num_stages=2,
     )
     major = torch.cuda.get_device_capability(device)[0] if qkvz.is_cuda else 0

@@ -182,7 +182,7 @@ def _delta_net_cases() -> list[Case]:
             f"{module}._triangle_kernel",
             "*fp16 *fp32 *fp32 *fp32 *fp16 *fp16 *fp32 i32 i32:16 i32:16",
             {**dims, **chunk, "BLOCK_K": 64},
-            8,
+            4,
             2,
         )
     )
