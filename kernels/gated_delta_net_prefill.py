@@ -61,6 +61,22 @@ def _tile_to_half(x):
 
 
 @triton.jit
+def _input(rows, token, tokens):
+    """Channels [RUNS, D] of tokens [RUNS], fp32; zeros where a token is none of this call."""
+    return tl.load(rows, mask=((token >= 0) & (token < tokens))[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inputs(rows, first, tokens, ROW_STRIDE, LENGTH: tl.constexpr):
+    """The same of LENGTH tokens, one after the other, from `first` on."""
+    inputs = ()
+    for t in tl.static_range(LENGTH):
+        u = _input(rows + t * ROW_STRIDE, first + t, tokens)
+        inputs = inputs + (u,)  # type: ignore[assignment] # noqa: RUF005 -- the one way that Triton knows
+    return inputs
+
+
+@triton.jit
 def _write_ring(qkvz_ptr, conv_state_ptr, channel, position, tokens, ROW_STRIDE, CHANNELS):
     """The inputs of the last four tokens, or of as many as there are; position: of the first of all."""
     last = tokens - 4 + tl.arange(0, 4)
@@ -97,18 +113,13 @@ def _conv_kernel(
     first, d = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)) * LENGTH, tl.arange(0, D)
     channel = first_channel + head * D + d
     rows = qkvz_ptr + first.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
-    weights, past, inputs = (), (), ()  # all loads first: a change of layout is a barrier, which no load passes
-    for j in tl.static_range(4):
-        w = tl.load(weight_ptr + channel * 4 + j)
-        weights = weights + (w,)  # type: ignore[assignment] # noqa: RUF005 -- the one way that Triton knows
-    for t in tl.static_range(3):
-        seen = (first >= 3 - t) & (first + (t - 3) < tokens)
-        u = tl.load(rows + (t - 3) * ROW_STRIDE, mask=seen[:, None], other=0.0).to(tl.float32)
-        past = past + (u,)  # type: ignore[assignment] # noqa: RUF005
-    for t in tl.static_range(LENGTH):
-        u = tl.load(rows + t * ROW_STRIDE, mask=(first + t < tokens)[:, None], other=0.0).to(tl.float32)
-        inputs = inputs + (u,)  # type: ignore[assignment] # noqa: RUF005
-    oldest, older, old = past
+    # All loads first: a change of layout is a barrier, which no load passes.
+    weight = weight_ptr + channel * 4
+    w0, w1, w2, w3 = tl.load(weight), tl.load(weight + 1), tl.load(weight + 2), tl.load(weight + 3)
+    oldest = _input(rows - 3 * ROW_STRIDE, first - 3, tokens)
+    older = _input(rows - 2 * ROW_STRIDE, first - 2, tokens)
+    old = _input(rows - ROW_STRIDE, first - 1, tokens)
+    inputs = _inputs(rows, first, tokens, ROW_STRIDE, LENGTH)
     if tl.program_id(0) == 0:
         position, begins = tl.load(positions_ptr).to(tl.int32), (first == 0)[:, None]
         ring = conv_state_ptr + channel[None, :]
@@ -117,8 +128,8 @@ def _conv_kernel(
         old += tl.load(ring + ((position + 3) & 3) * CHANNELS, mask=begins, other=0.0).to(tl.float32)
         tl.debug_barrier()  # the past has been read, and nobody else looks at these channels of it
         _write_ring(qkvz_ptr, conv_state_ptr, channel, position, tokens, ROW_STRIDE, CHANNELS)
-    w0, w1 = weights[0].to(tl.float32)[None, :], weights[1].to(tl.float32)[None, :]
-    w2, w3 = weights[2].to(tl.float32)[None, :], weights[3].to(tl.float32)[None, :]
+    w0, w1 = w0.to(tl.float32)[None, :], w1.to(tl.float32)[None, :]
+    w2, w3 = w2.to(tl.float32)[None, :], w3.to(tl.float32)[None, :]
     cell = first.to(tl.int64) * heads + head
     outs = out_ptr + cell[:, None] * D + d[None, :]
     for t in tl.static_range(LENGTH):
