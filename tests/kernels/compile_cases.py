@@ -179,13 +179,15 @@ def _attention_decode_cases() -> list[Case]:
 
 def _delta_net_cases() -> list[Case]:
     """qwen3.5-27b, 9b and 2b: 3, 2 and 1 value heads per key head."""
-    module, chunk, dims = "gated_delta_net_prefill", {"CHUNK": 64}, {"REPEATS": 3, "DK": 128}
+    module, chunk, dims = "gated_delta_net_prefill", {"CHUNK": 64}, {"KEY_HEADS": 16, "REPEATS": 3, "DK": 128}
+    length = gated_delta_net_prefill.CONV_LENGTH
+    runs = {"RUNS": 64 // length, "LENGTH": length}
     prefill = [
         Case(
             f"gated_delta_net_prefill conv {dtype} {'q, k' if norm else 'v'}",
             f"{module}._conv_kernel",
             f"*{dtype} *bf16 *i64 *bf16 *fp16 {'' if norm else '*fp32 '}i32 i32:16 i32:16 i32:16",
-            {"L2_EPS": 1e-6, "NORM": norm, "D": 128, "BLOCK_T": 16, **({"scale_ptr": None} if norm else {})},
+            {"L2_EPS": 1e-6, "NORM": norm, "D": 128, **runs, **({"scale_ptr": None} if norm else {})},
         )
         for dtype in ("fp32", "bf16")
         for norm in (True, False)
@@ -194,20 +196,20 @@ def _delta_net_cases() -> list[Case]:
         Case(
             "gated_delta_net_prefill triangle",
             f"{module}._triangle_kernel",
-            "*fp16 *fp32 *fp32 *fp32 *fp16 *fp16 *fp32 i32 i32:16 i32:16",
+            "*fp16 *fp32 *fp32 *fp32 *fp16 *fp16 *fp32 i32 i32:16",
             {**dims, **chunk, "BLOCK_K": 64},
-            8,
+            4,
             2,
         )
     )
-    for archs in ((80, 86, 89, 120), (90,)):
-        block_v, state_warps, stages = gated_delta_net_prefill.state_blocks(128, archs[0] // 10)
+    for archs, repeats in (((80, 86, 89, 120), 3), ((90,), 3), ((90,), 2), ((90,), 1)):
+        block_v, state_warps, stages = gated_delta_net_prefill.state_blocks(16 * repeats, 128, archs[0] // 10, 132)
         prefill.append(
             Case(
-                "gated_delta_net_prefill state",
+                f"gated_delta_net_prefill state, {repeats} heads",
                 f"{module}._state_kernel",
-                "*fp16 *fp16 *fp32 *fp16 *fp16 *fp32 *fp32 *fp32 i32 i32:16",
-                {**dims, **chunk, "DV": 128, "BLOCK_V": block_v},
+                "*fp16 *fp16 *fp32 *fp16 *fp16 *fp32 *fp32 *fp32 i32",
+                {**dims, **chunk, "REPEATS": repeats, "DV": 128, "BLOCK_V": block_v},
                 state_warps,
                 stages,
                 archs,
