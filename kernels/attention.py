@@ -28,15 +28,14 @@ from localchat.kernels.attention_parts import attention_join
 from localchat.kernels.attention_slabs import Slabs
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
-from localchat.kernels.int8_codes import exact_half
 from localchat.kernels.scaled_half import in_units
 
 # Scores held at once, in fp32 elements (256 MB): queries are taken in blocks so that memory does not grow with T * S.
 _MAX_SCORES = 64 * 1024 * 1024
 _ENDLESS = 2**31 - 1  # more keys than there are
 LOG2_E = 1.4426950408889634
-# Of INT8 values, probabilities count 16 for 1, and so does their sum: times a value's scale they are fp16.
-RAISED = tl.constexpr(4.0)
+# In fp16 (attention_slabs.py) probabilities count 16 for 1, and so does their sum: small ones keep more of themselves.
+_RAISED = tl.constexpr(4.0)
 
 
 def attention_reference(
@@ -96,8 +95,6 @@ def _operand(x, q, WIDEN: tl.constexpr):
     """Codes as numbers of q's dtype, which holds them all; the interpreter has no cast from int8 to bf16."""
     if WIDEN:
         x = x.to(tl.float32)
-    elif x.dtype == tl.int8 and q.dtype == tl.float16:
-        x = exact_half(x)
     else:
         x = x.to(q.dtype)
     return x
@@ -157,7 +154,7 @@ def softmax_step(
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - (m_new - RAISED if q.dtype == tl.float16 else m_new)[:, None])
+    p = tl.exp2(scores - (m_new - _RAISED if q.dtype == tl.float16 else m_new)[:, None])
     shrink = tl.exp2(m - m_new)
     l = l * shrink + tl.sum(p, 1)
     if INT8:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from localchat.kernels.attention import LOG2_E, RAISED, check_heads, load_rows, row_scales, softmax_step
+from localchat.kernels.attention import LOG2_E, check_heads, load_rows, row_scales, softmax_step
 from localchat.kernels.attention_parts import leave, parts_at_once, together
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
@@ -133,7 +133,7 @@ def _attention_decode_kernel(
     if INT8:
         new_k, key_scale = quantized(new_k)
         new_v, value_scale = quantized(new_v)
-        q = q.to(tl.bfloat16).to(tl.float16)  # as a prompt has them, and as codes are multiplied: see `exact_half`
+        q = q.to(tl.bfloat16)
     else:
         q = q.to(keys_ptr.dtype.element_ty)
     new_k = new_k.to(keys_ptr.dtype.element_ty)
@@ -149,9 +149,8 @@ def _attention_decode_kernel(
     # The softmax begins with the newest row, as the cache holds it: its weight is 1 so far.
     m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * (key_scale * scale)
     m = tl.where(newest, m, float("-inf"))
-    weight = tl.where(newest, tl.exp2(RAISED) if INT8 else 1.0, 0.0)
-    l = tl.full([BLOCK_M], weight, tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32) + (new_v.to(tl.float32) * value_scale * weight)[None, :]
+    l = tl.full([BLOCK_M], tl.where(newest, 1.0, 0.0), tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32) + tl.where(newest, new_v.to(tl.float32) * value_scale, 0.0)[None, :]
     m, l, acc = softmax_step(
         *(q, k, v, key_scales, value_scales, None, None, inside[None, :]),
         *(m, l, acc, scale, INT8, True, True, WIDEN),

@@ -257,8 +257,8 @@ def _state_kernel(
 ):
     """out fp32 [T, nv, DV], before the norm; the state moves on in place.
 
-    What a row is multiplied by is one factor before it meets the tile, and x is two operands as soon as it is there: 64
-    columns of DV leave no register over.
+    What a row is multiplied by is one factor before it meets the tile, and x is two operands as soon as it is there:
+    that is fewer registers, and fewer instructions.
     """
     head, heads = tl.program_id(0), KEY_HEADS * REPEATS
     i, d = tl.arange(0, CHUNK), tl.arange(0, DK)
@@ -394,9 +394,8 @@ def gated_delta_net_prefill(
         num_warps=4,
         num_stages=2,
     )
-    card = torch.cuda.get_device_properties(device) if qkvz.is_cuda else None
-    major, multiprocessors = (card.major, card.multi_processor_count) if card else (0, 0)
-    block_v, warps, stages = state_blocks(value_heads, value_dim, major, multiprocessors)
+    major = torch.cuda.get_device_capability(device)[0] if qkvz.is_cuda else 0
+    block_v, warps, stages = state_blocks(value_dim, major)
     _state_kernel[(value_heads, value_dim // block_v)](
         qk,
         v,
@@ -422,14 +421,11 @@ def gated_delta_net_prefill(
     return out
 
 
-def state_blocks(value_heads: int, value_dim: int, major: int, multiprocessors: int) -> tuple[int, int, int]:
+def state_blocks(value_dim: int, major: int) -> tuple[int, int, int]:
     """Columns of the state a program takes, its warps and stages, for a card of compute capability `major`.x.
 
-    Chosen so that nothing spills and, but on Hopper, 99 KB of shared memory suffice (test_compile.py). There 64 columns
-    where programs of 32 would have to share multiprocessors: what is not columns is done half as often. Two stages on
+    Chosen so that nothing spills and, but on Hopper, 99 KB of shared memory suffice (test_compile.py). Two stages on
     Hopper, and the number of chunks unknown to the compiler: of loops that are not pipelined ptxas 12.8 makes programs
     whose descriptors of shared memory nobody has written (NOTES.md).
     """
-    if major != 9:
-        return min(32, value_dim), 8, 1
-    return min(64 if value_heads * value_dim > 32 * multiprocessors else 32, value_dim), 4, 2
+    return min(32, value_dim), *((4, 2) if major == 9 else (8, 1))
