@@ -329,9 +329,10 @@ def attention_prefill(
     if slabs is not None:
         bounds, cached = slabs.bounds(kv_heads, head_dim), slabs.dequantised(keys, values, scales)
         scales = ()
-    size = keys.element_size() if scales and q.dtype == torch.bfloat16 else q.element_size()
+    # Of what products are made of: fp32 queries make an fp32 product of any keys.
+    element_size = keys.element_size() if scales and q.dtype == torch.bfloat16 else q.element_size()
     major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-    block_m, block_n, warps, stages = prefill_blocks(head_dim, size, tokens * group, major)
+    block_m, block_n, warps, stages = prefill_blocks(head_dim, element_size, tokens * group, major)
     tiles = triton.cdiv(tokens * group, block_m)
     splits = max(1, multiprocessors // (tiles * kv_heads))
     count = splits * len(bounds)

@@ -34,7 +34,8 @@ _LEAST_KEYS = 1024
 # Codes of keys that a program of 8 warps takes: 8 a thread, which stores them as they lie, 16 bytes.
 _AT_ONCE = 2048
 # Of fp16: 128 times this scale is its largest number.
-_LARGEST_SCALE = tl.constexpr(511.75)
+_LARGEST_SCALE = 511.75
+_SCALE_LIMIT = tl.constexpr(_LARGEST_SCALE)
 
 
 class Slabs(NamedTuple):
@@ -88,7 +89,7 @@ def dequantize_kv_reference(keys: Tensor, values: Tensor, scales: Sequence[Tenso
     for wide, codes, scale in zip(out, (keys, values), scales, strict=True):
         row_scales = scale[:, first:last, None]
         if out.dtype == torch.float16:
-            row_scales = row_scales.clamp(max=_LARGEST_SCALE.value)
+            row_scales = row_scales.clamp(max=_LARGEST_SCALE)
         wide.copy_(codes[:, first:last].float() * row_scales)
     return out
 
@@ -99,7 +100,7 @@ def _dequantized(codes_ptr, scales_ptr, rows, offset, inside, D: tl.constexpr, H
     codes = tl.load(codes_ptr + offset, mask=inside[:, None], other=0)
     scale = tl.load(scales_ptr + rows, mask=inside, other=0.0)
     if HALF:
-        scale = tl.minimum(scale, _LARGEST_SCALE)
+        scale = tl.minimum(scale, _SCALE_LIMIT)
     return exact(codes) * scale[:, None]
 
 

@@ -1,7 +1,7 @@
 """A gated delta net over many tokens: the recurrence of gated_delta_net.py, 64 tokens at a time (arXiv 2412.06464).
 
 For one value head and one chunk of tokens i, j, with k and q normalised and without q's 1 / sqrt(dk), which comes last;
-D_ij = sum of g over j < l <= i (a difference of sums, but one that rounds nothing off); S0 [dv, dk] the state before:
+D_ij = sum of g over j < l <= i (a difference of sums that is right to fp32's last bit); S0 [dv, dk] the state before:
 
     A_ij = beta_i (k_i . k_j) e^{D_ij}  for j < i         inverse = (I + A)^-1
     P_ij =       (q_i . k_j) e^{D_ij}  for j <= i
@@ -104,7 +104,7 @@ def _conv_kernel(
     RUNS: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """RUNS * LENGTH tokens of a head: out fp16 [T, heads, D], of length 1 or with a scale per token, fp32 [T, heads].
+    """RUNS * LENGTH tokens of a head: out fp16 [T, heads, D], T of whole chunks, of length 1 or with scales fp32.
 
     A thread goes through LENGTH tokens of its channels, so that it reads and converts an input once. Each sum has the
     same order, where a chunk begins as well: chunks are the whole, bit for bit.
@@ -157,7 +157,8 @@ def _in_two(g):
     A chunk's sums of the first are exact (2^-150 is 0 in fp32, and 64 times 150 is below 2^24 such multiples), and so
     are their differences: what lies between two tokens is known as well as by a sum over it.
     """
-    g = tl.maximum(g * _LOG2_E, -150.0)
+    g *= _LOG2_E
+    g = tl.where(g < -150.0, -150.0, g)  # and NaN stays
     coarse = tl.floor(g * 1024.0 + 0.5) * (1.0 / 1024.0)
     return coarse, g - coarse
 
@@ -255,10 +256,10 @@ def _state_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """out fp32 [T, nv, DV], before the norm; the state moves on in place.
+    """out fp32 [T, nv, DV], T of whole chunks, before the norm; the state moves on in place.
 
-    What a row is multiplied by is one factor before it meets the tile, and x is two operands as soon as it is there:
-    that is fewer registers, and fewer instructions.
+    What a row is multiplied by is one factor before it meets the tile, and x is two operands as soon as it is there: 64
+    columns of DV leave no register over.
     """
     head, heads = tl.program_id(0), KEY_HEADS * REPEATS
     i, d = tl.arange(0, CHUNK), tl.arange(0, DK)
@@ -394,8 +395,9 @@ def gated_delta_net_prefill(
         num_warps=4,
         num_stages=2,
     )
-    major = torch.cuda.get_device_capability(device)[0] if qkvz.is_cuda else 0
-    block_v, warps, stages = state_blocks(value_dim, major)
+    card = torch.cuda.get_device_properties(device) if qkvz.is_cuda else None
+    major, multiprocessors = (card.major, card.multi_processor_count) if card else (0, 0)
+    block_v, warps, stages = state_blocks(value_heads, value_dim, major, multiprocessors)
     _state_kernel[(value_heads, value_dim // block_v)](
         qk,
         v,
@@ -421,11 +423,14 @@ def gated_delta_net_prefill(
     return out
 
 
-def state_blocks(value_dim: int, major: int) -> tuple[int, int, int]:
+def state_blocks(value_heads: int, value_dim: int, major: int, multiprocessors: int) -> tuple[int, int, int]:
     """Columns of the state a program takes, its warps and stages, for a card of compute capability `major`.x.
 
-    Chosen so that nothing spills and, but on Hopper, 99 KB of shared memory suffice (test_compile.py). Two stages on
+    Chosen so that nothing spills and, but on Hopper, 99 KB of shared memory suffice (test_compile.py). There 64 columns
+    where programs of 32 would have to share multiprocessors: what is not columns is done half as often. Two stages on
     Hopper, and the number of chunks unknown to the compiler: of loops that are not pipelined ptxas 12.8 makes programs
     whose descriptors of shared memory nobody has written (NOTES.md).
     """
-    return min(32, value_dim), *((4, 2) if major == 9 else (8, 1))
+    if major != 9:
+        return min(32, value_dim), 8, 1
+    return min(64 if value_heads * value_dim > 32 * multiprocessors else 32, value_dim), 4, 2

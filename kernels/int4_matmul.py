@@ -238,7 +238,7 @@ def few_tokens_options(
     """The constants of the kernel; dtype: of the scales.
 
     A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better, or if a
-    step is several products: bodies of forty of these took 255 registers, 300 bytes of stack, and 40 s to compile.
+    step is several products: forty of these took 255 registers, 300 bytes of stack and more, and 40 s to compile.
     """
     parts, batch = settings
     wide = dtype != torch.float16

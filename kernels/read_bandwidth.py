@@ -17,6 +17,7 @@ SHEET = {
     "RTX 3090": 0.936e12,
 }
 _BLOCK, _ITERATIONS = 8192, 8
+_LEAST = 256_000_000  # bytes
 
 
 @triton.jit
@@ -31,31 +32,32 @@ def _read_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
 def read_bandwidth(nbytes: int = 4_000_000_000) -> float:
     """Bytes per second of reading `nbytes` on the current CUDA device, median of repeated runs.
 
-    Where a card has no room for so many, half of them, and so on down to an eighth.
+    Where a card has no room for so many, half of them, and so on, but no fewer than miss every card's cache.
 
     Raises:
-        torch.OutOfMemoryError: there is no room for an eighth either.
+        torch.OutOfMemoryError: there is no room for these either.
     """
+    while True:
+        try:
+            return _measured(nbytes)
+        except torch.OutOfMemoryError:
+            if nbytes // 2 < _LEAST:
+                raise
+        torch.cuda.empty_cache()
+        nbytes //= 2
+
+
+def _measured(nbytes: int) -> float:
     from triton.testing import do_bench
 
-    x = _filled(nbytes, nbytes // 8)
-    programs = x.numel() // (_BLOCK * _ITERATIONS)
+    programs = nbytes // (4 * _BLOCK * _ITERATIONS)
+    x = torch.randn(programs * _BLOCK * _ITERATIONS, device="cuda")
     y = torch.empty(programs, device="cuda")
     milliseconds = do_bench(
         lambda: _read_kernel[(programs,)](x, y, BLOCK=_BLOCK, ITERATIONS=_ITERATIONS, num_warps=8),
         return_mode="median",
     )
     return x.numel() * 4 / float(milliseconds) * 1e3
-
-
-def _filled(nbytes: int, least: int) -> torch.Tensor:
-    """Random fp32 of about `nbytes`, whole programs, or of half, a quarter ... but not less than `least`."""
-    try:
-        return torch.randn(nbytes // (4 * _BLOCK * _ITERATIONS) * _BLOCK * _ITERATIONS, device="cuda")
-    except torch.OutOfMemoryError:
-        if nbytes // 2 < least:
-            raise
-    return _filled(nbytes // 2, least)
 
 
 def sheet_bandwidth(device_name: str) -> float | None:

@@ -203,7 +203,7 @@ def _delta_net_cases() -> list[Case]:
         )
     )
     for archs, repeats in (((80, 86, 89, 120), 3), ((90,), 3), ((90,), 2), ((90,), 1)):
-        block_v, state_warps, stages = gated_delta_net_prefill.state_blocks(128, archs[0] // 10)
+        block_v, state_warps, stages = gated_delta_net_prefill.state_blocks(16 * repeats, 128, archs[0] // 10, 132)
         prefill.append(
             Case(
                 f"gated_delta_net_prefill state, {repeats} heads",

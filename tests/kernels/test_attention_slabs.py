@@ -185,7 +185,7 @@ def test_one_slab_is_what_a_wide_cache_gives(device: torch.device, monkeypatch: 
 def test_attention_over_slabs_at_real_sizes(
     card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, tokens: int, length: int, room: int
 ) -> None:
-    """Nearer to the reference than over codes, and the same twice."""
+    """Near the reference, and the same twice."""
     q_heads, kv_heads = heads
     keys, values, scales = int8_cache(card, kv_heads, length, head_dim)
     q = queries(card, tokens, q_heads, head_dim, torch.float16)

@@ -7,6 +7,7 @@ import torch
 
 from localchat.config import ModelConfig
 from localchat.engine import Engine
+from localchat.forward_graphs import ForwardGraphs
 from localchat.model import Model
 from localchat.ops import ReferenceOps
 from localchat.sampling import Sampling
@@ -77,7 +78,7 @@ def test_a_prefill_looks_up_between_layers(model: Model, monkeypatch: pytest.Mon
 def test_a_forward_of_many_tokens_knows_how_long_the_conversation_is(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few it does not: the same kernels have to serve as a graph."""
+    """Of what may become a graph it does not: the same kernels have to serve there."""
     said, layer_by_layer = [], model.layer_by_layer
 
     def spied(ids: torch.Tensor, positions: torch.Tensor, *arguments: Any) -> Any:
@@ -86,9 +87,11 @@ def test_a_forward_of_many_tokens_knows_how_long_the_conversation_is(
 
     monkeypatch.setattr(model, "layer_by_layer", spied)
     engine = Engine(model, 1000)
-    for tokens in (300, 33, 32, 1):
+    engine._graphs = ForwardGraphs(model, engine.cache, 16)
+    for tokens in (300, 33, 17, 16, 1):
         prefill(engine, [5] * tokens)
-    assert said == [(256, 256), (300, 300), (333, 333), (365, None), (366, None)]
+    assert said == [(256, 256), (300, 300), (333, 333), (350, 350), (366, None), (367, 367)]
+    assert engine._graphs.takes(16) and engine._graphs._ran == {16}
 
 
 def test_a_prefill_closed_between_layers_never_began_its_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
