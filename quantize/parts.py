@@ -95,8 +95,13 @@ class Parts:
         """Which group each of k inputs is in, int64 [K]: by the tensor `kind` where there is one, else in a row.
 
         Raises:
-            BadCheckpoint: there are more inputs than groups, or an index of a group that is none.
+            BadCheckpoint: there are more inputs than groups, an index of a group that is none, or no `kind` where
+                the inputs were sorted.
         """
+        if kind is not None and kind not in self and self.foreign.act_order and groups > 1:
+            raise BadCheckpoint(
+                f"{self.name}.{kind} is missing, and config.json says act-order, so nothing tells the inputs' groups."
+            )
         if self._headers_only and self.foreign.act_order:
             return torch.arange(k) % groups  # any order but that of neighbours
         if kind is not None and kind in self and not self._headers_only:
