@@ -209,6 +209,18 @@ def test_another_recipe_says_what_it_loses(make_quantised: Make, change: dict[st
     assert torch.equal(rounded, wanted)
 
 
+def test_zero_points_that_are_not_in_the_middle(make_quantised: Make) -> None:
+    """Whatever config.json says: symmetric groups could not hold the levels, which the notice says are kept."""
+    quantised, plain = make_quantised(Maker().gptq(), GPTQ | {"sym": True})
+    recipe = default_recipe(quantised)
+    assert recipe == Recipe(GROUP, symmetric=False)
+    assert "nothing is rounded again" in what_is_lost(quantised, recipe)
+    assert "rounded a second time" in what_is_lost(quantised, replace(recipe, symmetric=True))
+    kept = matrices(packed(quantised, recipe))
+    with open_source(plain) as source:
+        assert torch.equal(kept["layers.0.mlp.down_proj"], source.read("layers.0.mlp.down_proj.weight"))
+
+
 def test_narrow_scales(make_quantised: Make) -> None:
     quantised, _ = make_quantised(Maker().awq, AWQ)
     exact = matrices(packed(quantised, default_recipe(quantised)))
