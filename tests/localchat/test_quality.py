@@ -80,3 +80,17 @@ def test_what_no_report_can_be_made_with_is_said_before_the_conversion(
     with pytest.raises(UserError, match=words):
         prepare.quantize(arguments(source, **given))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_talked_to_is_said_before_the_conversion(
+    scripted: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is packed all the same: a tokenizer can be put into the folder later."""
+    source = Path(shutil.copytree(scripted("abc").parent / "source", tmp_path / "source"))
+    prepare.quantize(arguments(source, output=str(tmp_path / "whole")))
+    assert capsys.readouterr().err == ""
+    (source / "tokenizer.json").unlink()
+    prepare.quantize(arguments(source, output=str(tmp_path / "mute")))
+    said = capsys.readouterr().err
+    assert "there is no tokenizer.json" in said and said.endswith("`run` will refuse what is packed.\n")
+    assert (tmp_path / "mute" / "config.json").exists()
