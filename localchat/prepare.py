@@ -307,6 +307,8 @@ def _print_plan(args: argparse.Namespace, path: Path | None, out: Path | None) -
     from localchat.quantize.convert import open_source
     from localchat.quantize.dry_run import plan_lines
 
+    if path is None and args.offline:
+        path = fetch(args.source, offline=True, yes=args.yes).path
     with ExitStack() as stack:
         if path:
             source = stack.enter_context(open_source(path))
