@@ -312,6 +312,14 @@ def test_damaged(make_quantised: Make, change: Callable[[Tensors], Any], words: 
         check(source)
 
 
+def test_float8_without_its_scale(make_quantised: Make) -> None:
+    """It is what is missing that is named, and not the dtype, which is right."""
+    quantised, _ = make_quantised(Maker().fp8, FP8)
+    edit(quantised, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight_scale_inv"))
+    with pytest.raises(BadCheckpoint, match=r"layers\.1\.mlp\.up_proj\.weight is FP8 and has no scale beside it"):
+        open_source(quantised)
+
+
 def test_progress_ends_at_the_bytes_of_the_files(make_quantised: Make) -> None:
     for matrix, words in ((Maker().gptq(), GPTQ), (Maker().fp8, FP8)):
         folder, plain = make_quantised(matrix, words, "qwen3_5")
