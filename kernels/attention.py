@@ -198,7 +198,7 @@ def _store_columns(
         tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "first", "last", "part", "parts"])
+@triton.jit(do_not_specialize=["tokens", "first", "last", "part", "part_count"])
 def _attention_prefill_kernel(
     q_ptr,
     keys_ptr,
@@ -214,7 +214,7 @@ def _attention_prefill_kernel(
     first,
     last,
     part,
-    parts,
+    part_count,
     Q_HEADS,
     HEAD_STRIDE,
     GATE_STRIDE,
@@ -230,7 +230,7 @@ def _attention_prefill_kernel(
     """Row r of a KV head is token r // GROUP, head r % GROUP of the group. The last tiles see most: they go first.
 
     Only if CUT: keys and values are those from `first` on to before `last`, and make the parts from `part` on of all
-    `parts`; `first` is a multiple of BLOCK_N, and so is `last`, where there are more keys.
+    `part_count`; `first` is a multiple of BLOCK_N, and so is `last`, where there are more keys.
     """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     kv_head = tl.program_id(1)
@@ -285,7 +285,7 @@ def _attention_prefill_kernel(
     token, head = row // GROUP, row % GROUP
     MOST: tl.constexpr = 16 if D > 64 else 32  # by what leaves nothing on the stack
     if CUT:
-        at = ((token * (Q_HEADS // GROUP) + kv_head) * parts + part + split) * GROUP + head
+        at = ((token * (Q_HEADS // GROUP) + kv_head) * part_count + part + split) * GROUP + head
         tl.store(stats_ptr + at * 2, m, mask=real)
         tl.store(stats_ptr + at * 2 + 1, l, mask=real)
         _store_columns(acc, out_ptr, at.to(tl.int64) * D, gate_ptr, at, real, 0, D, MOST, BLOCK_M, False)

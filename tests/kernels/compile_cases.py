@@ -35,7 +35,7 @@ from localchat.kernels.cards import TABLE, Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
 # Integers that follow from how long a prompt is: a kernel that is compiled anew for multiples of 16 makes people wait.
-VARYING = ("tokens", "T", "splits", "first", "last", "part", "parts", "count", "capacity")
+VARYING = ("tokens", "T", "splits", "first", "last", "part", "part_count", "count", "capacity")
 
 
 @dataclass(frozen=True)
