@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
     from localchat.cache import KVCache
     from localchat.model import Model
 
@@ -41,7 +43,7 @@ class ForwardGraphs:
         self._model, self._cache, self._most = model, cache, min(most, MOST)
         self._ran: set[int] = set()  # numbers of tokens of which a whole forward has run: all of it is compiled
         self._captured: dict[int, _Captured] = {}
-        self._pool: tuple[int, int] | None = None  # one memory for all: they run one after the other
+        self._pool: _POOL_HANDLE | None = None  # one memory for all: they run one after the other
 
     def takes(self, tokens: int) -> bool:
         """Whether a forward of so many may become a graph, so that nothing in it may depend on the context's length."""
