@@ -8,7 +8,8 @@ before it leaves. One token moves 2 * Hkv * length * D elements of the cache.
 An INT8 cache has `scales`, those of its keys and values, fp32 [Hkv, S]: a key is its scale times its codes, int8 [D]
 (kernels/rope_kv_write.py writes them). A scale is the same for all of a key's dimensions, so it multiplies the score,
 and a value's scale multiplies the probability: codes go into the products as they are, exact in bf16, and no
-dequantised row is ever stored. One token moves half of what a bf16 cache costs, and 4 bytes a row for its scale.
+dequantised row is stored, but for many queries (attention_slabs.py). One token moves half of what a bf16 cache costs,
+and 4 bytes a row for its scale.
 
 The kernel here, `attention_prefill`, is for a chunk of tokens behind a cached prefix: a program takes a tile of (token,
 head of the group) rows, so keys and values are read once for the whole group and few tokens still fill a tile. Only
@@ -24,13 +25,17 @@ from torch import Tensor
 
 from localchat.kernels.activations import sigmoid
 from localchat.kernels.attention_parts import attention_join
+from localchat.kernels.attention_slabs import Slabs
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.scaled_half import in_units
 
 # Scores held at once, in fp32 elements (256 MB): queries are taken in blocks so that memory does not grow with T * S.
 _MAX_SCORES = 64 * 1024 * 1024
+_ENDLESS = 2**31 - 1  # more keys than there are
 LOG2_E = 1.4426950408889634
+# In fp16 (attention_slabs.py) probabilities count 16 for 1, and so does their sum: small ones keep more of themselves.
+_RAISED = tl.constexpr(4.0)
 
 
 def attention_reference(
@@ -149,7 +154,7 @@ def softmax_step(
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - m_new[:, None])
+    p = tl.exp2(scores - (m_new - _RAISED if q.dtype == tl.float16 else m_new)[:, None])
     shrink = tl.exp2(m - m_new)
     l = l * shrink + tl.sum(p, 1)
     if INT8:
@@ -193,7 +198,7 @@ def _store_columns(
         tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first", "last", "part", "part_count"])
 def _attention_prefill_kernel(
     q_ptr,
     keys_ptr,
@@ -206,6 +211,10 @@ def _attention_prefill_kernel(
     stats_ptr,
     scale,
     tokens,
+    first,
+    last,
+    part,
+    part_count,
     Q_HEADS,
     HEAD_STRIDE,
     GATE_STRIDE,
@@ -218,7 +227,11 @@ def _attention_prefill_kernel(
     BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Row r of a KV head is token r // GROUP, head r % GROUP of the group. The last tiles see most: they go first."""
+    """Row r of a KV head is token r // GROUP, head r % GROUP of the group. The last tiles see most: they go first.
+
+    Only if CUT: keys and values are those from `first` on to before `last`, and make the parts from `part` on of all
+    `part_count`; `first` is a multiple of BLOCK_N, and so is `last`, where there are more keys.
+    """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     kv_head = tl.program_id(1)
     before = tl.load(positions_ptr).to(tl.int32)  # the cached prefix
@@ -230,8 +243,13 @@ def _attention_prefill_kernel(
     q_row = ((row // GROUP - first_token) * Q_HEADS + row % GROUP) * D  # behind `q_start`: 32 bits suffice
     q = tl.load(q_ptr + q_start + q_row[:, None] + d[None, :], mask=real[:, None], other=0.0)
     position = before + row // GROUP
-    rows = kv_head.to(tl.int64) * (HEAD_STRIDE // D) + column
-    tile = rows[:, None] * D + d[None, :]
+    begin = kv_head.to(tl.int64) * (HEAD_STRIDE // D)
+    if INT8:  # those of this head: a block's scales lie at fixed offsets then, and addresses take no registers
+        key_scales_ptr += begin
+        value_scales_ptr += begin
+    if CUT:
+        begin -= first
+    tile = (begin + column)[:, None] * D + d[None, :]
     m = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, for rows that see nothing of a part
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
@@ -240,15 +258,18 @@ def _attention_prefill_kernel(
     start = 0
     if CUT:
         split, splits = tl.program_id(2), tl.num_programs(2)
-        part = tl.cdiv(tl.cdiv(before + tokens, splits), BLOCK_N) * BLOCK_N
-        start = split * part
-        length = tl.minimum(length, start + part)
-        everyone_sees = tl.minimum(everyone_sees, start + part)
+        last = tl.minimum(last, before + tokens)
+        size = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
+        start = first + split * size
+        last = tl.minimum(last, start + size)
+        length = tl.minimum(length, last)
+        everyone_sees = tl.minimum(everyone_sees, last)
     for n in range(start, everyone_sees, BLOCK_N):
         offset = tile + n * D
         k, v = load_rows(keys_ptr + offset, values_ptr + offset, None, False)
         m, l, acc = softmax_step(
-            *(q, k, v, key_scales_ptr, value_scales_ptr, rows + n, None, None),
+            *(q, k, v, key_scales_ptr + n if INT8 else None, value_scales_ptr + n if INT8 else None),
+            *(column, None, None),
             *(m, l, acc, scale, INT8, False, False, WIDEN),
         )
     for n in range(tl.maximum(start, everyone_sees), length, BLOCK_N):
@@ -257,13 +278,14 @@ def _attention_prefill_kernel(
         inside = n + column < length
         k, v = load_rows(keys_ptr + offset, values_ptr + offset, inside, True)
         m, l, acc = softmax_step(
-            *(q, k, v, key_scales_ptr, value_scales_ptr, rows + n, inside, visible),
+            *(q, k, v, key_scales_ptr + n if INT8 else None, value_scales_ptr + n if INT8 else None),
+            *(column, inside, visible),
             *(m, l, acc, scale, INT8, False, True, WIDEN),
         )
     token, head = row // GROUP, row % GROUP
     MOST: tl.constexpr = 16 if D > 64 else 32  # by what leaves nothing on the stack
     if CUT:
-        at = ((token * (Q_HEADS // GROUP) + kv_head) * splits + split) * GROUP + head
+        at = ((token * (Q_HEADS // GROUP) + kv_head) * part_count + part + split) * GROUP + head
         tl.store(stats_ptr + at * 2, m, mask=real)
         tl.store(stats_ptr + at * 2 + 1, l, mask=real)
         _store_columns(acc, out_ptr, at.to(tl.int64) * D, gate_ptr, at, real, 0, D, MOST, BLOCK_M, False)
@@ -283,57 +305,57 @@ def attention_prefill(
     scales: Sequence[Tensor] = (),
     dtype: torch.dtype = torch.float32,
     multiprocessors: int = 1,
+    slabs: Slabs | None = None,
 ) -> Tensor:
     """q [T, Hq, D], keys and values [Hkv, S, D] in q's dtype (bf16 or fp32), positions int64 [T] -> [T, Hq * D].
 
     gate [T, Hq * D] in any float dtype may be columns of a wider matrix. scales: fp32 [Hkv, S] of keys and of values,
-    which are INT8 then. The output is in `dtype`: fp32, bf16, or fp16 divided by UNIT (kernels/scaled_half.py), as a
-    packed product behind it takes it.
+    which are INT8 then. slabs: INT8 keys and values are dequantised once, and not by each program; its length is the
+    last position and one, and q is in its memory's dtype (fp16). The output is in `dtype`: fp32, bf16, or fp16 divided
+    by UNIT (kernels/scaled_half.py), as a packed product behind it takes it.
     Positions are those of consecutive tokens; only the first is read. Where there are fewer programs than a card has
-    multiprocessors, each takes a part of the context, and one launch more puts the parts together (attention_parts.py).
-    The result depends on the inputs and the number of parts alone, bit for bit.
+    multiprocessors, each takes a part of the context, and one launch more puts the parts together (attention_parts.py),
+    as it does with those of several slabs. The result depends on the inputs and the number of parts alone, bit for bit.
 
     Raises:
         ValueError: a dtype or shape is another, or a tensor is not contiguous.
     """
-    group = _check("attention_prefill", q, keys, values, positions, gate, scales)
+    group = _check("attention_prefill", q, keys, values, positions, gate, scales, slabs)
     if dtype not in FLOATS:
         raise ValueError(f"attention_prefill: got dtype {dtype}, wanted float32, bfloat16 or float16")
-    (tokens, q_heads, head_dim), (kv_heads, capacity, _) = q.shape, keys.shape
+    (tokens, q_heads, head_dim), kv_heads = q.shape, keys.shape[0]
     out = torch.empty(tokens, q_heads * head_dim, dtype=dtype, device=q.device)
+    bounds, cached = [(0, _ENDLESS)], iter([(keys, values)])
+    if slabs is not None:
+        bounds, cached = slabs.bounds(kv_heads, head_dim), slabs.dequantised(keys, values, scales)
+        scales = ()
+    # Of what products are made of: fp32 queries make an fp32 product of any keys.
+    element_size = keys.element_size() if scales and q.dtype == torch.bfloat16 else q.element_size()
     major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-    block_m, block_n, warps, stages = prefill_blocks(head_dim, _operand_size(q, keys), tokens * group, major)
+    block_m, block_n, warps, stages = prefill_blocks(head_dim, element_size, tokens * group, major)
     tiles = triton.cdiv(tokens * group, block_m)
     splits = max(1, multiprocessors // (tiles * kv_heads))
+    count = splits * len(bounds)
     parts, stats = out, None
-    if splits > 1:
-        shape = (tokens, kv_heads, splits, group)
+    if count > 1:
+        shape = (tokens, kv_heads, count, group)
         parts, stats = (torch.empty(*shape, size, dtype=torch.float32, device=q.device) for size in (head_dim, 2))
-    _attention_prefill_kernel[(tiles, kv_heads, splits)](
-        q,
-        keys,
-        values,
-        *(scales or (None, None)),
-        positions,
-        gate,
-        parts,
-        stats,
-        head_dim**-0.5 * LOG2_E,
-        tokens,
-        q_heads,
-        capacity * head_dim,
-        0 if gate is None else gate.stride(0),
-        INT8=bool(scales),
-        GATED=gate is not None,
-        CUT=splits > 1,
-        GROUP=group,
-        D=head_dim,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        WIDEN=not q.is_cuda,
-        num_warps=warps,
-        num_stages=stages,
-    )
+    for i, ((first, last), (k, v)) in enumerate(zip(bounds, cached, strict=True)):
+        _attention_prefill_kernel[(tiles, kv_heads, splits)](
+            *(q, k, v, *(scales or (None, None)), positions, gate, parts, stats),
+            *(head_dim**-0.5 * LOG2_E, tokens, first, last, i * splits, count, q_heads, k.shape[1] * head_dim),
+            0 if gate is None else gate.stride(0),
+            INT8=bool(scales),
+            GATED=gate is not None,
+            CUT=count > 1,
+            GROUP=group,
+            D=head_dim,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            WIDEN=not q.is_cuda,
+            num_warps=warps,
+            num_stages=stages,
+        )
     if stats is not None:
         attention_join(parts, stats, gate, out)
     return out
@@ -359,11 +381,6 @@ def prefill_blocks(head_dim: int, element_size: int, rows: int, major: int) -> t
     return block_m, block_n, 8 if block_m >= 64 and block_m * head_dim >= 8192 else 4, 2
 
 
-def _operand_size(q: Tensor, keys: Tensor) -> int:
-    """Bytes of an element that the products are made of; fp32 queries make an fp32 product of any keys."""
-    return 4 if q.dtype == torch.float32 else keys.element_size()
-
-
 def _check(
     what: str,
     q: Tensor,
@@ -372,9 +389,11 @@ def _check(
     positions: Tensor,
     gate: Tensor | None,
     scales: Sequence[Tensor],
+    slabs: Slabs | None,
 ) -> int:
     """Queries per KV head."""
-    check_tensor(f"{what}: q", q, (torch.bfloat16, torch.float32), (None, None, None))
+    dtypes = (torch.bfloat16, torch.float32) if slabs is None else (slabs.memory.dtype,)
+    check_tensor(f"{what}: q", q, dtypes, (None, None, None))
     tokens, q_heads, head_dim = q.shape
     check_tensor(f"{what}: keys", keys, (torch.int8 if scales else q.dtype,), (None, None, head_dim))
     check_tensor(f"{what}: values", values, (keys.dtype,), keys.shape)
@@ -382,6 +401,11 @@ def _check(
         raise ValueError(f"{what}: got {len(scales)} tensors of scales, wanted none, or those of keys and of values")
     for scale in scales:
         check_tensor(f"{what}: scales", scale, (torch.float32,), keys.shape[:2])
+    if slabs is not None and not (scales and tokens <= slabs.length <= keys.shape[1]):
+        raise ValueError(
+            f"{what}: got slabs of {slabs.length} keys and {len(scales)} tensors of scales, wanted {tokens} to "
+            f"{keys.shape[1]} keys and 2 tensors of scales"
+        )
     check_tensor(f"{what}: positions", positions, (torch.int64,), (tokens,))
     if gate is not None:
         check_tensor(f"{what}: gate", gate, FLOATS, (tokens, q_heads * head_dim), rows_apart=True)

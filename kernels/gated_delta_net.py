@@ -120,7 +120,7 @@ def _before(
 
     past = conv_state[(positions[:1] + torch.arange(1, RING, device=positions.device)) % RING]  # oldest first
     inputs = torch.cat((past.float(), qkvz[:, :channels].float()))  # [3 + T, C]
-    write_ring(qkvz, positions, conv_state)
+    _write_ring(qkvz, positions, conv_state)
     y = functional.silu((inputs.unfold(0, conv_weight.shape[1], 1) * conv_weight.float()).sum(-1))
     q, k = (_normalised(part.view(tokens, -1, key_dim)) for part in (y[:, :keys], y[:, keys : 2 * keys]))
     q, k = (q * key_dim**-0.5).repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1)
@@ -129,7 +129,7 @@ def _before(
     return q, k, y[:, 2 * keys :].view(tokens, value_heads, value_dim), b.sigmoid(), g
 
 
-def write_ring(qkvz: Tensor, positions: Tensor, conv_state: Tensor) -> None:
+def _write_ring(qkvz: Tensor, positions: Tensor, conv_state: Tensor) -> None:
     """conv_state [4, C] has the inputs of the last of these tokens in it."""
     recent = qkvz[-RING:, : conv_state.shape[1]].to(conv_state.dtype)
     conv_state.index_copy_(0, positions[-RING:] % RING, recent)

@@ -1,7 +1,7 @@
 """A gated delta net over many tokens: the recurrence of gated_delta_net.py, 64 tokens at a time (arXiv 2412.06464).
 
 For one value head and one chunk of tokens i, j, with k and q normalised and without q's 1 / sqrt(dk), which comes last;
-D_ij = sum of g over j < l <= i, so that a product of decays is never a quotient; S0 [dv, dk] the state before:
+D_ij = sum of g over j < l <= i (a difference of sums that is right to fp32's last bit); S0 [dv, dk] the state before:
 
     A_ij = beta_i (k_i . k_j) e^{D_ij}  for j < i         inverse = (I + A)^-1
     P_ij =       (q_i . k_j) e^{D_ij}  for j <= i
@@ -12,7 +12,7 @@ D_ij = sum of g over j < l <= i, so that a product of decays is never a quotient
 
 Only the last four lines need the chunk before; five launches do the work:
 
-1. and 2. `_conv_kernel` for q, k and for v: convolution, SiLU, norm.
+1. and 2. `_conv_kernel` for q, k and for v: convolution, SiLU, norm; and the ring.
 3. `_triangle_kernel`, a program per chunk and value head: the gates, inverse, P.
 4. `_state_kernel`, a program per value head and part of dv: chunk after chunk R, X, o and S, which stays in fp32.
 5. `_gated_norm_kernel`.
@@ -20,8 +20,9 @@ Only the last four lines need the chunk before; five launches do the work:
 Operands of the tensor cores are fp16: 11 bits of mantissa at the price of bf16's 8, which would miss the bound of
 2.5e-3; tf32 has as many at half the speed and twice the shared memory. q and k are at most 1; inverse, P and the
 products in between stay small (with beta and decays below 1 an update never lengthens the state); v is scaled by a
-power of two per token, R and S per tile, exactly. Sums are fp32. Moves, beside qkvz and the output, 4 bytes per element
-of q, k and v, 8 of o, and 512 bytes per token and value head for inverse and P.
+power of two per token, R and S per tile, exactly. Sums are fp32. What lies between the launches is of whole chunks,
+with zeros behind the end. Moves, beside qkvz and the output, 4 bytes per element of q, k and v, 8 of o, and 512 bytes
+per token and value head for inverse and P.
 """
 
 import torch
@@ -29,14 +30,16 @@ from torch import Tensor
 
 from localchat.kernels.activations import silu
 from localchat.kernels.checks import FLOATS
-from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay, write_ring
+from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.scaled_half import in_units
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _DOUBLINGS = tl.constexpr(CHUNK.bit_length() - 1)  # from blocks of one row to the chunk
 # Columns of q and k that its products take at once.
 _BLOCK_K = 64
-# Tokens of a program of the first and last kernels.
+CONV_LENGTH = 8  # tokens in a row that a thread of the convolution goes through
+# Tokens of a program of the last kernel.
 _BLOCK_T = 16
 
 
@@ -57,6 +60,32 @@ def _tile_to_half(x):
     return (x * inverse).to(tl.float16), scale
 
 
+@triton.jit
+def _input(rows, token, tokens):
+    """Channels [RUNS, D] of tokens [RUNS], fp32; zeros where a token is none of this call."""
+    return tl.load(rows, mask=((token >= 0) & (token < tokens))[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inputs(rows, first, tokens, ROW_STRIDE, LENGTH: tl.constexpr):
+    """The same of LENGTH tokens, one after the other, from `first` on."""
+    inputs = ()
+    for t in tl.static_range(LENGTH):
+        u = _input(rows + t * ROW_STRIDE, first + t, tokens)
+        inputs = inputs + (u,)  # type: ignore[assignment] # noqa: RUF005 -- the one way that Triton knows
+    return inputs
+
+
+@triton.jit
+def _write_ring(qkvz_ptr, conv_state_ptr, channel, position, tokens, ROW_STRIDE, CHANNELS):
+    """The inputs of the last four tokens, or of as many as there are; position: of the first of all."""
+    last = tokens - 4 + tl.arange(0, 4)
+    there = (last >= 0)[:, None]
+    recent = tl.load(qkvz_ptr + last.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :], mask=there, other=0.0)
+    slot = conv_state_ptr + ((position + last) & 3)[:, None] * CHANNELS + channel[None, :]
+    tl.store(slot, recent.to(conv_state_ptr.dtype.element_ty), mask=there)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _conv_kernel(
     qkvz_ptr,
@@ -72,31 +101,66 @@ def _conv_kernel(
     L2_EPS: tl.constexpr,
     NORM: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    RUNS: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
-    """A few tokens of a head: out fp16 [T, heads, D], of length 1 or with a scale per token, fp32 [T, heads]."""
+    """RUNS * LENGTH tokens of a head: out fp16 [T, heads, D], T of whole chunks, of length 1 or with scales fp32.
+
+    A thread goes through LENGTH tokens of its channels, so that it reads and converts an input once. Each sum has the
+    same order, where a chunk begins as well: chunks are the whole, bit for bit.
+    """
     head, heads = tl.program_id(1), tl.num_programs(1)
-    token, d = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, D)
+    first, d = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)) * LENGTH, tl.arange(0, D)
     channel = first_channel + head * D + d
-    y = tl.zeros([BLOCK_T, D], tl.float32)
-    for j in tl.static_range(4):  # where a chunk begins in the same order, so it is the whole, bit for bit
-        source = token + (j - 3)
-        row = qkvz_ptr + source.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
-        u = tl.load(row, mask=((source >= 0) & (token < tokens))[:, None], other=0.0).to(tl.float32)
-        if tl.program_id(0) == 0:
-            slot = (tl.load(positions_ptr).to(tl.int32) + source) & 3
-            past = conv_state_ptr + slot[:, None] * CHANNELS + channel[None, :]
-            u += tl.load(past, mask=(source < 0)[:, None], other=0.0).to(tl.float32)
-        y += u * tl.load(weight_ptr + channel * 4 + j).to(tl.float32)[None, :]
-    y = silu(y)
-    cell = token.to(tl.int64) * heads + head
-    if NORM:
-        y = y / tl.sqrt_rn(tl.sum(y * y, 1) + L2_EPS)[:, None]
-    else:
-        scale, inverse = _power_of_two(tl.max(tl.abs(y), 1))
-        y = y * inverse[:, None]
-        tl.store(scale_ptr + cell, scale, mask=token < tokens)
-    tl.store(out_ptr + cell[:, None] * D + d[None, :], y.to(tl.float16), mask=(token < tokens)[:, None])
+    rows = qkvz_ptr + first.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
+    # All loads first: a change of layout is a barrier, which no load passes.
+    weight = weight_ptr + channel * 4
+    w0, w1, w2, w3 = tl.load(weight), tl.load(weight + 1), tl.load(weight + 2), tl.load(weight + 3)
+    oldest = _input(rows - 3 * ROW_STRIDE, first - 3, tokens)
+    older = _input(rows - 2 * ROW_STRIDE, first - 2, tokens)
+    old = _input(rows - ROW_STRIDE, first - 1, tokens)
+    inputs = _inputs(rows, first, tokens, ROW_STRIDE, LENGTH)
+    if tl.program_id(0) == 0:
+        position, begins = tl.load(positions_ptr).to(tl.int32), (first == 0)[:, None]
+        ring = conv_state_ptr + channel[None, :]
+        oldest += tl.load(ring + ((position + 1) & 3) * CHANNELS, mask=begins, other=0.0).to(tl.float32)
+        older += tl.load(ring + ((position + 2) & 3) * CHANNELS, mask=begins, other=0.0).to(tl.float32)
+        old += tl.load(ring + ((position + 3) & 3) * CHANNELS, mask=begins, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # the past has been read, and nobody else looks at these channels of it
+        _write_ring(qkvz_ptr, conv_state_ptr, channel, position, tokens, ROW_STRIDE, CHANNELS)
+    w0, w1 = w0.to(tl.float32)[None, :], w1.to(tl.float32)[None, :]
+    w2, w3 = w2.to(tl.float32)[None, :], w3.to(tl.float32)[None, :]
+    cell = first.to(tl.int64) * heads + head
+    outs = out_ptr + cell[:, None] * D + d[None, :]
+    for t in tl.static_range(LENGTH):
+        now = inputs[t]
+        y = silu(w0 * oldest + w1 * older + w2 * old + w3 * now)
+        if NORM:
+            factor = tl.rsqrt(tl.sum(y * y, 1) + L2_EPS)
+        else:
+            scale, factor = _power_of_two(tl.max(tl.abs(y), 1))
+            tl.store(scale_ptr + cell + t * heads, scale)
+        factor = tl.where(first + t < tokens, factor, 0.0)
+        tl.store(outs + t * heads * D, (y * factor[:, None]).to(tl.float16))
+        oldest, older, old = older, old, now
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _in_two(g):
+    """The logarithm of a decay, to base 2, as a multiple of 2^-10 and a rest of at most 2^-11.
+
+    A chunk's sums of the first are exact (2^-150 is 0 in fp32, and 64 times 150 is below 2^24 such multiples), and so
+    are their differences: what lies between two tokens is known as well as by a sum over it.
+    """
+    g *= _LOG2_E
+    g = tl.where(g < -150.0, -150.0, g)  # and NaN stays
+    coarse = tl.floor(g * 1024.0 + 0.5) * (1.0 / 1024.0)
+    return coarse, g - coarse
 
 
 @triton.jit
@@ -113,10 +177,9 @@ def _inverse(a, CHUNK: tl.constexpr):
     Sizes double. A series in a would be shorter, and cancel terms of up to 1e18 where keys repeat.
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, a, 0.0)
-    for doubling in tl.range(1, _DOUBLINGS, num_stages=1):
-        pair = row >> (doubling + 1) == column >> (doubling + 1)
-        corner = tl.where(pair & (row >> doubling != column >> doubling), a, 0.0)
+    inverse = tl.where(row == column, 1.0, tl.where(row ^ column == 1, -a, 0.0))
+    for doubling in tl.static_range(1, _DOUBLINGS):
+        corner = tl.where((row >> doubling) ^ (column >> doubling) == 1, a, 0.0)
         inverse -= _half_dot(_half_dot(inverse, corner), inverse)
     return inverse
 
@@ -131,8 +194,8 @@ def _triangle_kernel(
     p_ptr,
     gates_ptr,
     tokens,
-    KEY_HEADS,
     BA_STRIDE,
+    KEY_HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     DK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -140,37 +203,38 @@ def _triangle_kernel(
 ):
     """inverse and P fp16 [chunks, nv, CHUNK, CHUNK]; gates fp32 [chunks, nv, 3, CHUNK]: beta, e^G, e^H."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(1)
+    heads = KEY_HEADS * REPEATS
     i, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     token = chunk * CHUNK + i
     real = token < tokens
-    wide_token = token.to(tl.int64)
-    ba = ba_ptr + wide_token * BA_STRIDE + head
+    ba = ba_ptr + token.to(tl.int64) * BA_STRIDE + head
     b = tl.load(ba, mask=real, other=0.0).to(tl.float32)
     a = tl.load(ba + heads, mask=real, other=0.0).to(tl.float32)
     A_log, dt_bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32)
-    beta, g = step_and_decay(b, a, A_log, dt_bias)
-    beta, g = tl.where(real, beta, 0.0), tl.where(real, g, 0.0)
-    later = i[:, None] > i[None, :]
-    after = tl.where(later, g[:, None], 0.0)
-    out = (chunk * heads + head).to(tl.int64)
-    gates = gates_ptr + out * 3 * CHUNK + i  # stored here, so that nothing of them lives through the products
-    tl.store(gates, beta)
-    tl.store(gates + CHUNK, tl.exp(tl.cumsum(g, 0)))
-    tl.store(gates + 2 * CHUNK, tl.exp(tl.sum(after, 0)))
-    between = tl.cumsum(after, 0)
-    decay = tl.where(i[:, None] >= i[None, :], tl.exp(between), 0.0)
-
-    row = qk_ptr + (wide_token[:, None] * 2 * KEY_HEADS + head // REPEATS) * DK + d[None, :]
+    row = qk_ptr + (chunk.to(tl.int64) * CHUNK * 2 * KEY_HEADS + head // REPEATS) * DK
+    row += i[:, None] * (2 * KEY_HEADS * DK) + d[None, :]
     qk, kk = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     for first in range(0, DK, BLOCK_K):  # in parts, so that the operands stay in registers
-        q = tl.load(row + first, mask=real[:, None], other=0.0)
-        k = tl.load(row + first + KEY_HEADS * DK, mask=real[:, None], other=0.0)
+        q, k = tl.load(row + first), tl.load(row + first + KEY_HEADS * DK)
         qk += tl.dot(q, tl.trans(k))
         kk += tl.dot(k, tl.trans(k))
+
+    beta, g = step_and_decay(b, a, A_log, dt_bias)
+    beta, g = tl.where(real, beta, 0.0), tl.where(real, g, 0.0)
+    parts = _in_two(g)
+    coarse, fine = tl.associative_scan(parts, 0, _add_pairs)
+    coarse_all, fine_all = tl.reduce(parts, 0, _add_pairs)
+    out = (chunk * heads + head).to(tl.int64)
+    gates = gates_ptr + out * 3 * CHUNK + i
+    tl.store(gates, beta)
+    tl.store(gates + CHUNK, tl.exp2(coarse + fine))
+    tl.store(gates + 2 * CHUNK, tl.exp2((coarse_all - coarse) + (fine_all - fine)))
+
     tile = out * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+    between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+    decay = tl.exp2(tl.where(i[:, None] >= i[None, :], between, float("-inf")))
     tl.store(p_ptr + tile, (qk * decay).to(tl.float16))
-    a = tl.where(later, beta[:, None] * kk * decay, 0.0)
+    a = tl.where(i[:, None] > i[None, :], beta[:, None] * kk * decay, 0.0).to(tl.float16)
     tl.store(inverse_ptr + tile, _inverse(a, CHUNK).to(tl.float16))
 
 
@@ -185,31 +249,33 @@ def _state_kernel(
     state_ptr,
     out_ptr,
     tokens,
-    KEY_HEADS,
+    KEY_HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """out fp32 [T, nv, DV], before the norm; the state moves on in place."""
-    head, heads = tl.program_id(0), tl.num_programs(0)
+    """out fp32 [T, nv, DV], T of whole chunks, before the norm; the state moves on in place.
+
+    What a row is multiplied by is one factor before it meets the tile, and x is two operands as soon as it is there: 64
+    columns of DV leave no register over.
+    """
+    head, heads = tl.program_id(0), KEY_HEADS * REPEATS
     i, d = tl.arange(0, CHUNK), tl.arange(0, DK)
     j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     cells = state_ptr + head.to(tl.int64) * DK * DV + j[None, :] * DK + d[:, None]
     state = tl.load(cells)
     square = i[:, None] * CHUNK + i[None, :]
+    key_row, value_row = i[:, None] * (2 * KEY_HEADS * DK) + d[None, :], i[:, None] * (heads * DV) + j[None, :]
     for chunk in range(tl.cdiv(tokens, CHUNK)):
-        token = chunk * CHUNK + i
-        real = (token < tokens)[:, None]
-        wide_token = token.to(tl.int64)[:, None]
-        row = qk_ptr + (wide_token * 2 * KEY_HEADS + head // REPEATS) * DK + d[None, :]
-        cell = wide_token * heads + head
-        tile = (chunk * heads + head).to(tl.int64)
-        q = tl.load(row, mask=real, other=0.0)
-        k = tl.load(row + KEY_HEADS * DK, mask=real, other=0.0)
-        v = tl.load(v_ptr + cell * DV + j[None, :], mask=real, other=0.0).to(tl.float32)
-        v = v * tl.load(v_scale_ptr + cell, mask=real, other=0.0)
+        first, tile = tl.cast(chunk * CHUNK, tl.int64), (chunk * heads + head).to(tl.int64)
+        keys = qk_ptr + (first * 2 * KEY_HEADS + head // REPEATS) * DK
+        cell = first * heads + head
+        q = tl.load(keys + key_row)
+        k = tl.load(keys + KEY_HEADS * DK + key_row)
+        v = tl.load(v_ptr + cell * DV + value_row)
+        v_scale = tl.load(v_scale_ptr + cell + i * heads)[:, None]
         inverse = tl.load(inverse_ptr + tile * CHUNK * CHUNK + square)
         p = tl.load(p_ptr + tile * CHUNK * CHUNK + square)
         gates = gates_ptr + tile * 3 * CHUNK
@@ -219,12 +285,15 @@ def _state_kernel(
         decay_all = tl.load(gates + 2 * CHUNK - 1)
 
         half_state, scale = _tile_to_half(state)
-        right, right_scale = _tile_to_half(beta * (v - decay * (tl.dot(k, half_state) * scale)))
+        decay *= scale
+        right = beta * v_scale * v.to(tl.float32) - beta * decay * tl.dot(k, half_state)
+        right, right_scale = _tile_to_half(right)
+        seen = decay * (1.0 / tl.sqrt_rn(DK * 1.0)) * tl.dot(q, half_state)
         x = tl.dot(inverse, right)
-        seen = decay * (tl.dot(q, half_state) * scale)
-        out = seen + tl.dot(p, x.to(tl.float16)) * right_scale
-        tl.store(out_ptr + cell * DV + j[None, :], out * (1.0 / tl.sqrt_rn(DK * 1.0)), mask=real)
-        state = decay_all * state + tl.dot(tl.trans(k), (x * decay_after).to(tl.float16)) * right_scale
+        later, x = (x * decay_after).to(tl.float16), x.to(tl.float16)
+        out = seen + (right_scale * (1.0 / tl.sqrt_rn(DK * 1.0))) * tl.dot(p, x)
+        tl.store(out_ptr + cell * DV + value_row, out)
+        state = decay_all * state + right_scale * tl.dot(tl.trans(k), later)
     tl.store(cells, state)
 
 
@@ -280,17 +349,17 @@ def gated_delta_net_prefill(
     (value_heads, value_dim, key_dim), (tokens, device) = state.shape, (qkvz.shape[0], qkvz.device)
     chunks = triton.cdiv(tokens, CHUNK)
     channels, keys, row = conv_weight.shape[0], key_heads * key_dim, qkvz.stride(0)
-    qk = torch.empty(tokens, 2 * key_heads, key_dim, dtype=torch.float16, device=device)
-    v = torch.empty(tokens, value_heads, value_dim, dtype=torch.float16, device=device)
-    v_scale = torch.empty(tokens, value_heads, dtype=torch.float32, device=device)
+    filled = chunks * CHUNK
+    qk = torch.empty(filled, 2 * key_heads, key_dim, dtype=torch.float16, device=device)
+    v = torch.empty(filled, value_heads, value_dim, dtype=torch.float16, device=device)
+    v_scale = torch.empty(filled, value_heads, dtype=torch.float32, device=device)
     inverse, p = torch.empty(2, chunks, value_heads, CHUNK, CHUNK, dtype=torch.float16, device=device)
     gates = torch.empty(chunks, value_heads, 3, CHUNK, dtype=torch.float32, device=device)
-    o = torch.empty(tokens, value_heads, value_dim, dtype=torch.float32, device=device)
+    o = torch.empty(filled, value_heads, value_dim, dtype=torch.float32, device=device)
     out = torch.empty(tokens, value_heads * value_dim, dtype=dtype, device=device)
 
-    blocks = triton.cdiv(tokens, _BLOCK_T)
     for heads, scale, first in ((qk, None, 0), (v, v_scale, 2 * keys)):
-        _conv_kernel[(blocks, heads.shape[1])](
+        _conv_kernel[(chunks, heads.shape[1])](
             qkvz,
             conv_weight,
             positions,
@@ -304,10 +373,10 @@ def gated_delta_net_prefill(
             L2_EPS=L2_EPS,
             NORM=scale is None,
             D=heads.shape[2],
-            BLOCK_T=_BLOCK_T,
+            RUNS=CHUNK // CONV_LENGTH,
+            LENGTH=CONV_LENGTH,
             num_warps=4,
         )
-    write_ring(qkvz, positions, conv_state)
     _triangle_kernel[(chunks, value_heads)](
         qk,
         ba,
@@ -317,17 +386,18 @@ def gated_delta_net_prefill(
         p,
         gates,
         tokens,
-        key_heads,
         ba.stride(0),
+        KEY_HEADS=key_heads,
         REPEATS=repeats,
         DK=key_dim,
         BLOCK_K=min(_BLOCK_K, key_dim),
         CHUNK=CHUNK,
-        num_warps=8,
+        num_warps=4,
         num_stages=2,
     )
-    major = torch.cuda.get_device_capability(device)[0] if qkvz.is_cuda else 0
-    block_v, warps, stages = state_blocks(value_dim, major)
+    card = torch.cuda.get_device_properties(device) if qkvz.is_cuda else None
+    major, multiprocessors = (card.major, card.multi_processor_count) if card else (0, 0)
+    block_v, warps, stages = state_blocks(value_heads, value_dim, major, multiprocessors)
     _state_kernel[(value_heads, value_dim // block_v)](
         qk,
         v,
@@ -338,7 +408,7 @@ def gated_delta_net_prefill(
         state,
         o,
         tokens,
-        key_heads,
+        KEY_HEADS=key_heads,
         REPEATS=repeats,
         DK=key_dim,
         DV=value_dim,
@@ -347,17 +417,20 @@ def gated_delta_net_prefill(
         num_warps=warps,
         num_stages=stages,
     )
-    _gated_norm_kernel[(blocks, value_heads)](
+    _gated_norm_kernel[(triton.cdiv(tokens, _BLOCK_T), value_heads)](
         o, qkvz, norm_weight, out, tokens, channels, row, eps, D=value_dim, BLOCK_T=_BLOCK_T, num_warps=4
     )
     return out
 
 
-def state_blocks(value_dim: int, major: int) -> tuple[int, int, int]:
+def state_blocks(value_heads: int, value_dim: int, major: int, multiprocessors: int) -> tuple[int, int, int]:
     """Columns of the state a program takes, its warps and stages, for a card of compute capability `major`.x.
 
-    Chosen so that nothing spills and, but on Hopper, 99 KB of shared memory suffice (test_compile.py). Two stages on
+    Chosen so that nothing spills and, but on Hopper, 99 KB of shared memory suffice (test_compile.py). There 64 columns
+    where programs of 32 would have to share multiprocessors: what is not columns is done half as often. Two stages on
     Hopper, and the number of chunks unknown to the compiler: of loops that are not pipelined ptxas 12.8 makes programs
     whose descriptors of shared memory nobody has written (NOTES.md).
     """
-    return min(32, value_dim), *((4, 2) if major == 9 else (8, 1))
+    if major != 9:
+        return min(32, value_dim), 8, 1
+    return min(64 if value_heads * value_dim > 32 * multiprocessors else 32, value_dim), 4, 2

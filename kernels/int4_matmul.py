@@ -237,14 +237,16 @@ def few_tokens_options(
 ) -> dict[str, Any]:
     """The constants of the kernel; dtype: of the scales.
 
-    A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better.
+    A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better, or if a
+    step is several products: forty of these took 255 registers, 300 bytes of stack and more, and 40 s to compile.
     """
     parts, batch = settings
     wide = dtype != torch.float16
     sets = -(-tokens // 8)
     columns = next(t for t in (1, 2, 4, 8) if t >= min(tokens, 8))
     steps = -(-k // (128 * parts))
-    bodies = -(-steps // max(4, 8 // columns))
+    products = 128 // group_size if wide else 1  # of a step: raw, each group has its own
+    bodies = -(-steps // max(1, max(4, 8 // columns) // products))
     count = -(-steps // bodies)
     return {
         "RAW": group_size == 128 or wide,

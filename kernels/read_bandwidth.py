@@ -17,6 +17,7 @@ SHEET = {
     "RTX 3090": 0.936e12,
 }
 _BLOCK, _ITERATIONS = 8192, 8
+_LEAST = 256_000_000  # bytes
 
 
 @triton.jit
@@ -29,7 +30,24 @@ def _read_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
 
 
 def read_bandwidth(nbytes: int = 4_000_000_000) -> float:
-    """Bytes per second of reading `nbytes` on the current CUDA device, median of repeated runs."""
+    """Bytes per second of reading `nbytes` on the current CUDA device, median of repeated runs.
+
+    Where a card has no room for so many, half of them, and so on, but no fewer than miss every card's cache.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for these either.
+    """
+    while True:
+        try:
+            return _measured(nbytes)
+        except torch.OutOfMemoryError:
+            if nbytes // 2 < _LEAST:
+                raise
+        torch.cuda.empty_cache()
+        nbytes //= 2
+
+
+def _measured(nbytes: int) -> float:
     from triton.testing import do_bench
 
     programs = nbytes // (4 * _BLOCK * _ITERATIONS)

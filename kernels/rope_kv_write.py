@@ -178,6 +178,8 @@ def _rope_kv_write_kernel(
         x = turned(x, other, gain, other_gain, cos, sin, eps, D, NORM)
 
     if head < Q_HEADS:
+        if q_ptr.dtype.element_ty == tl.float16:
+            x = tl.clamp(x, -65504.0, 65504.0)
         tl.store(q_ptr + (wide_token * Q_HEADS + head) * D + j, x.to(q_ptr.dtype.element_ty), mask=mask)
     else:
         position = tl.load(positions_ptr + token).to(tl.int64)
@@ -206,13 +208,14 @@ def rope_kv_write(
 ) -> Tensor:
     """Writes keys and values (bf16 or fp32) in place, returns q [T, Hq, D] in their dtype.
 
-    scales: those of keys and of values, which are INT8 then; written as well. Then q comes in `q_dtype`, bf16 or fp32.
+    scales: those of keys and of values, which are INT8 then; written as well. Then q comes in `q_dtype`: bf16, fp32, or
+    fp16, where it ends at 65,504.
 
     Raises:
         ValueError: a dtype or shape is another, a tensor is not contiguous, or only one of the two norms is there.
     """
-    if q_dtype not in _CACHED:
-        raise ValueError(f"rope_kv_write: got q_dtype {q_dtype}, wanted bfloat16 or float32")
+    if q_dtype not in FLOATS:
+        raise ValueError(f"rope_kv_write: got q_dtype {q_dtype}, wanted bfloat16, float16 or float32")
     q_heads = check_rope_kv_write("rope_kv_write", qkv, q_norm, k_norm, cos, sin, positions, keys, values, scales)
     (kv_heads, capacity, head_dim), tokens = keys.shape, qkv.shape[0]
     q = torch.empty(tokens, q_heads, head_dim, dtype=q_dtype if scales else keys.dtype, device=keys.device)

@@ -32,7 +32,8 @@ class BenchResult:
 
     memory_bytes: on a card the largest amount that was allocated, else the memory of this process. card_bytes: what is
     taken of a card's memory at the end, by everyone; ledger_bytes: what the ledger says of this model and context.
-    sheet_bandwidth and read_bandwidth are the card's limits. None on a CPU and where a card is not in the table.
+    sheet_bandwidth and read_bandwidth are the card's limits. None on a CPU, where a card is not in the table, and where
+    none of its memory is left to measure with.
     int8_kv: keys and values were kept as INT8.
     """
 
@@ -156,11 +157,18 @@ def ledger_bytes_of(model: Path | Entry, engine: Engine) -> int:
     return ledger_of(model, engine.max_length, engine.model.device.type, int8_kv=engine.cache.int8).total
 
 
-def card_limits() -> tuple[float | None, float]:
-    """Bandwidth of the current card by its data sheet (None: not in the table) and as a read kernel measures it."""
+def card_limits() -> tuple[float | None, float | None]:
+    """Bandwidth of the current card by its data sheet, and as a read kernel measures it.
+
+    None: not in the table; no memory is left to measure it.
+    """
     from localchat.kernels.read_bandwidth import read_bandwidth, sheet_bandwidth
 
-    return sheet_bandwidth(torch.cuda.get_device_name()), read_bandwidth()
+    sheet = sheet_bandwidth(torch.cuda.get_device_name())
+    try:
+        return sheet, read_bandwidth()
+    except torch.OutOfMemoryError:
+        return sheet, None
 
 
 def measure(engine: Engine, prompt_tokens: int, decode_tokens: int) -> tuple[float, float]:

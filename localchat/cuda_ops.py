@@ -17,6 +17,7 @@ from torch import Tensor
 
 from localchat.kernels.attention import attention_prefill
 from localchat.kernels.attention_decode import attention_decode
+from localchat.kernels.attention_slabs import slabs_for
 from localchat.kernels.cards import card_of
 from localchat.kernels.gated_delta_net_decode import StepProduct, gated_delta_net_decode
 from localchat.kernels.gated_delta_net_few_tokens import MOST_TOKENS, gated_delta_net_few_tokens
@@ -101,9 +102,12 @@ class CudaOps(ReferenceOps):
             heads = (qkv, q_weight, k_weight, eps, *angles, keys, values)
             counters = self._arrivals
             return attention_decode(*heads, splits=splits, arrivals=counters, gate=gate, scales=scales, units=True)
-        q = rope_kv_write(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales)
+        rows = qkv.shape[0] * (qkv.shape[1] // (keys.shape[0] * keys.shape[2]) - 2)
+        slabs = slabs_for(rows, keys, rope.length, self._scratch) if scales else None
+        q_dtype = torch.bfloat16 if slabs is None else slabs.memory.dtype
+        q = rope_kv_write(qkv, q_weight, k_weight, eps, *angles, keys, values, scales=scales, q_dtype=q_dtype)
         cached, dtype, fill = (keys, values, rope.positions), _mixer_dtype(q), self._multiprocessors
-        return attention_prefill(q, *cached, gate=gate, scales=scales, dtype=dtype, multiprocessors=fill)
+        return attention_prefill(q, *cached, gate=gate, scales=scales, dtype=dtype, multiprocessors=fill, slabs=slabs)
 
     def gated_delta_net(  # type: ignore[override]
         self,

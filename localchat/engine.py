@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from localchat.cache import KVCache
+from localchat.forward_graphs import ForwardGraphs
 from localchat.graph import DecodeGraph
+from localchat.kernels.cards import card_of
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
 from localchat.ledger import default_snapshot_budget
 from localchat.model import Model
@@ -62,7 +64,9 @@ class Engine:
         self._copied = 0
         self._marks = torch.zeros(model.config.vocab_size, dtype=torch.uint8, device=model.device)
         self._seen = self._marks[: self.vocab_size]
-        self._graph = DecodeGraph(model, self.cache, self._seen) if model.device.type == "cuda" else None
+        on_card = model.device.type == "cuda"
+        self._graph = DecodeGraph(model, self.cache, self._seen) if on_card else None
+        self._graphs = ForwardGraphs(model, self.cache, card_of(model.device).settings.crossover) if on_card else None
 
     @property
     def ready(self) -> bool:
@@ -195,12 +199,21 @@ class Engine:
     @torch.inference_mode()
     def _layers(self, ids: list[int]) -> Generator[float, None, None]:
         """A forward of `ids`, with a pause after each layer; yields which share of the layers is done."""
-        start, device = len(self.ids), self.model.device
+        start, device, graphs = len(self.ids), self.model.device, self._graphs
+        captured = graphs is not None and graphs.ready(len(ids))  # before the step begins: it may fail
         with self._step(ids):
-            positions = torch.arange(start, start + len(ids), device=device)
-            steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache)
-            for layer, hidden in enumerate(steps, 1):  # noqa: B007 -- the last one is what is wanted
-                yield layer / len(self.model.layers)
+            if graphs is not None and captured:
+                hidden = graphs.forward(ids, start)
+                yield 1.0
+            else:
+                positions = torch.arange(start, start + len(ids), device=device)
+                # A graph does not know the length, and what comes before it goes the same way.
+                length = None if graphs is not None and graphs.takes(len(ids)) else start + len(ids)
+                steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache, length)
+                for layer, hidden in enumerate(steps, 1):  # noqa: B007 -- the last one is what is wanted
+                    yield layer / len(self.model.layers)
+        if graphs is not None:
+            graphs.ran(len(ids))
         self._hidden = hidden[-1:].clone()  # so that the others' memory is free
 
     def _moments(self, layers: Iterator[float], pace: Pace | None) -> Iterator[float]:

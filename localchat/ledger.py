@@ -27,6 +27,7 @@ from localchat.stats import memory_used
 KV_BYTES = {"cpu": 4, "cuda": 2}  # fp32 and bf16, see ops.py
 SCALE_BYTES = 4  # of an INT8 key or value of one head
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of one forward, as in the tables of ops (which import torch)
+KV_SLAB = 32768  # keys of an INT8 cache that a card dequantises at once, at least (kernels/attention_slabs.py)
 CUDA_CONTEXT = 800_000_000  # driver, torch, Triton and cuBLAS of one process; 0.79-0.81e9 measured on an H200
 DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}  # tokens; a processor reads slowly, and its cache is fp32
 SNAPSHOT_BUDGET = 4 << 30  # host memory for states to return to, of models that cannot be cut back
@@ -142,7 +143,7 @@ def _with_run_time(
         most = default_snapshot_budget() // state
         rows.append(Row("recurrent state", state))
         rows.append(Row(f"snapshots, at most {most}", most * state, optional=True))
-    rows.append(Row("workspace", _workspace_bytes(config, device)))
+    rows.append(Row("workspace", _workspace_bytes(config, device, int8_kv=int8_kv)))
     if device == "cuda":
         in_int8 = config.quantization is None or config.quantization.format_of("embed_tokens").bits == 8
         embedding = {"embedding"} if in_int8 and not config.tie_word_embeddings else set()  # as Model.on_host
@@ -188,11 +189,13 @@ def _small_bytes(config: ModelConfig) -> int:
     return 4 * norms + linear * (per_delta_net + 2 * config.conv_channels * config.linear_conv_kernel_dim)
 
 
-def _workspace_bytes(config: ModelConfig, device: str) -> int:
+def _workspace_bytes(config: ModelConfig, device: str, *, int8_kv: bool) -> int:
     """Activations of one prefill chunk (residual, norm, the wider mixer, gate, up, product) and fp32 logits.
 
     fp32 on a CPU; bf16 on a card, which also dequantises one matrix at a time into bf16 scratch and takes gated delta
-    nets in chunks (kernels/gated_delta_net_prefill.py).
+    nets in chunks (kernels/gated_delta_net_prefill.py). An INT8 cache it dequantises into the same scratch, a slab at a
+    time, or beside it where that is too small (kernels/attention_slabs.py); what several slabs give is fp32, and there
+    when gate, up and their product are not. As for the longest context, so that this does not depend on it.
     """
     gates = config.num_attention_heads * config.attn_output_gate
     attention = (2 * config.num_attention_heads + 2 * config.num_key_value_heads + gates) * config.head_dim
@@ -202,6 +205,13 @@ def _workspace_bytes(config: ModelConfig, device: str) -> int:
     if device == "cpu":
         return PREFILL_CHUNK[device] * features * 4 + logits
     scratch = max(n * k for name, n, k in _matrices(config) if name not in ("embed_tokens", "lm_head"))
+    if int8_kv:
+        elements, longest = 2 * config.num_key_value_heads * config.head_dim, config.max_position_embeddings
+        slab = elements * min(longest, KV_SLAB)
+        parts = -(-elements * longest // max(scratch, slab))
+        given = 2 * parts * config.num_attention_heads * config.head_dim if parts > 1 else 0
+        features += max(0, given - 3 * config.intermediate_size)
+        scratch += slab if slab > scratch else 0
     chunked = 2 * config.conv_channels + 4 * config.linear_value_size + 256 * config.linear_num_value_heads
     return PREFILL_CHUNK[device] * (features * 2 + chunked) + logits + scratch * 2
 

@@ -6,6 +6,7 @@ Activations are [T, features]: T tokens of one conversation, no batch dimension.
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -167,20 +168,23 @@ class Model(nn.Module):
             self.lm_head = _linear(config, "lm_head", config.vocab_size, config.hidden_size)
         self.inv_freq = inverse_frequencies(config.rope, config.rotary_dim)
 
-    def forward(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, cache: KVCache, length: int | None = None) -> Tensor:
         """ids, positions int64 [T] -> hidden states [T, H] before the final norm.
 
-        Writes T rows of the cache and moves its recurrent states on by T tokens.
+        Writes T rows of the cache and moves its recurrent states on by T tokens. length: one more than the last
+        position, where the host knows it; some kernels are launched otherwise then, so not while a graph is captured.
         """
-        return deque(self.layer_by_layer(ids, positions, cache), maxlen=1).pop()
+        return deque(self.layer_by_layer(ids, positions, cache, length), maxlen=1).pop()
 
-    def layer_by_layer(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Iterator[Tensor]:
+    def layer_by_layer(
+        self, ids: Tensor, positions: Tensor, cache: KVCache, length: int | None = None
+    ) -> Iterator[Tensor]:
         """`forward` with a pause after each layer, for a caller who wants to look up meanwhile, or to stop.
 
         What it yields before the last one is for the next layer only.
         """
         x = self.ops.embedding(ids, self.embed_tokens)
-        rope = self.ops.rotary(positions, self.inv_freq, self.config.rope.attention_factor)
+        rope = replace(self.ops.rotary(positions, self.inv_freq, self.config.rope.attention_factor), length=length)
         for i, layer in enumerate(self.layers):
             behind = self.layers[i + 1].input_layernorm if i + 1 < len(self.layers) else None
             x = layer(x, rope, cache.layer(i), behind)

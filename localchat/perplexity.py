@@ -42,7 +42,7 @@ def window_losses(model: Model, ids: Tensor, *, int8_kv: bool = False) -> Iterat
     cache = KVCache(model.config, len(ids), dtype=model.ops.cache_dtype, device=model.device, int8=int8_kv)
     for start in range(0, len(ids) - 1, model.ops.prefill_chunk):
         end = min(start + model.ops.prefill_chunk, len(ids) - 1)
-        hidden = model(ids[start:end], torch.arange(start, end, device=ids.device), cache)
+        hidden = model(ids[start:end], torch.arange(start, end, device=ids.device), cache, end)
         cache.append(end - start)
         row = start
         for logits in logits_in_parts(model, hidden):

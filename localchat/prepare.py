@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from localchat import registry, store
 from localchat.config import ModelConfig, load_config, packed_format
-from localchat.errors import ModelNotFound, UsageError, UserError
+from localchat.errors import BadCheckpoint, ModelNotFound, UsageError, UserError
 from localchat.text_safety import one_line
 from localchat.transfer import Fetched, Notice, Plan
 
@@ -136,6 +136,14 @@ def _check_texts(source: Path) -> None:
     ChatTemplate.load(source, Tokenizer.load(source))
 
 
+def _say_what_is_mute(source: Path) -> None:
+    """Say, before the weights are converted, why `run` will not take what comes of them."""
+    try:
+        _check_texts(source)
+    except BadCheckpoint as error:
+        say(f"{error} `run` will refuse what is packed.")
+
+
 def _rounded(source: Fetched, title: str) -> Path:
     """The packed folder of `source` in the cache, converted by plain rounding if it is not there."""
     from localchat.quantize.convert import default_recipe
@@ -226,6 +234,7 @@ def quantize(args: argparse.Namespace) -> Path | None:
 
         windows = quality.windows_of(source.path, Path(args.report).expanduser() if args.report else None)
     _say_what_happens(args, source.path, recipe)
+    _say_what_is_mute(source.path)
     flags = {"overwrite": args.overwrite, "resume": args.resume}
     if out:
         run_conversion(source, out, recipe, **flags)
@@ -250,6 +259,7 @@ def _streamed(args: argparse.Namespace, out: Path | None) -> Path:
         source = open_streamed(shards)
         recipe = _recipe(args, source)
         _say_what_happens(args, source, recipe)
+        _say_what_is_mute(shards.texts)
         fetched = Fetched(shards.texts, todo.source_id, todo.revision)
         if out is None:
             out = store.target(fetched, repr(recipe))
@@ -297,6 +307,8 @@ def _print_plan(args: argparse.Namespace, path: Path | None, out: Path | None) -
     from localchat.quantize.convert import open_source
     from localchat.quantize.dry_run import plan_lines
 
+    if path is None and args.offline:
+        path = fetch(args.source, offline=True, yes=args.yes).path
     with ExitStack() as stack:
         if path:
             source = stack.enter_context(open_source(path))

@@ -87,9 +87,9 @@ def report(source: Path, folder: Path, windows: list[list[int]]) -> Report:
 
 
 def print_report(found: Report, *, as_json: bool) -> None:
-    """On stdout."""
+    """On stdout; as JSON, which has no word for them, NaN and infinity are null."""
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(_finite(asdict(found)), indent=2, allow_nan=False))
         return
     quality = found.quality
     change = quality.perplexity / quality.source_perplexity - 1
@@ -110,6 +110,13 @@ def print_report(found: Report, *, as_json: bool) -> None:
     print(f"\n{'matrices':<26} {'mean error':>10} {'worst':>8}")
     for kind, (mean, worst, where) in errors_by_kind(quality.errors).items():
         print(f"{kind:<26} {mean:>10.2%} {worst:>8.2%}  {where}")
+
+
+def _finite(value: object) -> object:
+    """The content of a JSON document without NaN and infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def errors_by_kind(errors: dict[str, float]) -> dict[str, tuple[float, float, str]]:

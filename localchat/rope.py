@@ -15,11 +15,15 @@ from localchat.config import RopeParameters
 
 @dataclass(frozen=True)
 class Rotary:
-    """What the layers of one step share: positions int64 [T], cos and sin fp32 [T, R] (kernels/rope_kv_write.py)."""
+    """What the layers of one step share: positions int64 [T], cos and sin fp32 [T, R] (kernels/rope_kv_write.py).
+
+    length: one more than the last position, where the host knows it.
+    """
 
     positions: Tensor
     cos: Tensor
     sin: Tensor
+    length: int | None = None
 
 
 def inverse_frequencies(rope: RopeParameters, rotary_dim: int) -> Tensor:

@@ -31,6 +31,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
+_POINTER = b"version https://git-lfs"  # the beginning of what stands in the place of a file; source: its specification
 
 
 @dataclass(frozen=True)
@@ -205,4 +206,18 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, AttributeError) as error:
-        raise BadCheckpoint(f"{path}: is damaged or not a safetensors file ({error}).") from error
+        if _is_pointer(path):
+            raise BadCheckpoint(
+                f"{path}: is only git's pointer to the file; `git lfs pull` in its folder fetches the file."
+            ) from error
+        again = "; download it again" if isinstance(error, SafetensorError) else ""
+        raise BadCheckpoint(f"{path}: is damaged or not a safetensors file ({error}){again}.") from error
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a repository was cloned without git-lfs, which leaves a few lines in the place of a large file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False

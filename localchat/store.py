@@ -68,8 +68,10 @@ def as_path(name: str) -> Path | None:
     """The file or folder that `name` means, or None where it is an alias or a hub id.
 
     Raises:
-        ModelNotFound: `name` is spelt as a path (./x, ~/x, /x, x.gguf) and nothing is there.
+        ModelNotFound: `name` is spelt as a path (./x, ~/x, /x, x.gguf) and nothing is there, or it is empty.
     """
+    if not name.strip():
+        raise ModelNotFound("the name of the model is empty: give an alias, a hub id or a path.")
     path = Path(name).expanduser()
     if path.exists() and (os.sep in name or registry.lookup(name) is None):
         return path

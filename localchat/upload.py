@@ -49,11 +49,15 @@ def upload(
     at_host = {name: span for name, span in spans.items() if name in on_host}
     tensors: dict[str, Tensor] = {}
     pieces: list[Piece] = []
+    kept: dict[str, Tensor] = {}
+    later: list[Piece] = []
     _lay_out(at_device, lambda size: torch.empty(size, dtype=torch.uint8, device=device), tensors, pieces)
-    _lay_out(at_host, lambda size: host_bytes(size, device), tensors, pieces)
-    with Copier(device) as copier:
-        copier.copy(pieces)
-    return tensors
+    with Copier(device) as copier, ThreadPoolExecutor(1) as beside:
+        pinning = beside.submit(_lay_out, at_host, lambda size: host_bytes(size, device), kept, later)
+        copier.copy(pieces)  # meanwhile: pinning takes the driver a while
+        pinning.result()
+        copier.copy(later)
+    return tensors | kept
 
 
 def _lay_out(

@@ -25,7 +25,7 @@ def layout(parts: Parts) -> Layout:
     """What the shapes say.
 
     Raises:
-        BadCheckpoint: they do not belong together, or are of other bits than 4 and 8.
+        BadCheckpoint: they do not belong together, are of other bits than 4 and 8, or lack their zero points.
     """
     n, words = parts.matrix_shape("weight_packed")
     k = words * 32 // parts.foreign.bits
@@ -37,10 +37,13 @@ def layout(parts: Parts) -> Layout:
     bits = next((b for b in (4, 8) if -(-k * b // 32) == words), 0)
     if not bits:
         raise BadCheckpoint(f"{parts.name}.weight_packed has {words} words for {k} inputs, wanted 4 or 8 bits of each.")
+    symmetric = "weight_zero_point" not in parts
+    if symmetric and not parts.foreign.symmetric and bits == parts.foreign.bits:  # other bits have rules of their own
+        raise BadCheckpoint(f"{parts.name}.weight_zero_point is missing, and config.json does not say symmetric.")
     scales = parts.shape("weight_scale")
     groups = scales[1] if len(scales) == 2 else 1
     group_of = parts.group_of(k, groups, _group_size(parts, k, groups), "weight_g_idx")
-    return Layout((n, k), bits, groups, group_of, "weight_zero_point" not in parts)
+    return Layout((n, k), bits, groups, group_of, symmetric)
 
 
 def decode(parts: Parts) -> Codes:

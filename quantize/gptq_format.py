@@ -11,6 +11,9 @@ The first version of the format stores zero points less one, modulo 16; `gptq_v2
 Source: the packing code of AutoGPTQ and GPTQModel.
 """
 
+import torch
+from torch import Tensor
+
 from localchat.errors import BadCheckpoint
 from localchat.foreign import USE_INSTEAD
 from localchat.quantize.codes import Codes, Layout
@@ -20,7 +23,7 @@ KINDS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def layout(parts: Parts) -> Layout:
-    """What the shapes say. (Whether the zero points are in the middle says config.json.)
+    """What the shapes say, and the zero points, where config.json says that they are all in the middle.
 
     Raises:
         BadCheckpoint: they do not belong together, or are of other bits than 4 and 8.
@@ -35,7 +38,10 @@ def layout(parts: Parts) -> Layout:
         )
     groups = parts.matrix_shape("scales")[0]
     group_of = parts.group_of(k, groups, parts.foreign.group_size, "g_idx")
-    return Layout((n, k), bits, groups, group_of, parts.foreign.symmetric)
+    symmetric = parts.foreign.symmetric
+    if symmetric and bits == 4 and not parts.headers_only:
+        symmetric = bool((_zeros(parts, n, groups, bits) == 8).all())
+    return Layout((n, k), bits, groups, group_of, symmetric)
 
 
 def decode(parts: Parts) -> Codes:
@@ -46,13 +52,16 @@ def decode(parts: Parts) -> Codes:
     """
     found = layout(parts)
     (n, k), bits, groups = found.shape, found.bits, found.groups
-    zeros = fields(parts.integers("qzeros", (groups, -(-n * bits // 32))), bits)[:, :n]
-    if parts.foreign.zero_offset:
-        zeros = (zeros + parts.foreign.zero_offset) & (2**bits - 1)
     return Codes(
         fields(parts.integers("qweight", (k * bits // 32, n)).t(), bits),
         parts.floats("scales", (groups, n)).t().contiguous(),
-        zeros.t().contiguous(),
+        _zeros(parts, n, groups, bits).t().contiguous(),
         found.group_of,
         bits,
     )
+
+
+def _zeros(parts: Parts, n: int, groups: int, bits: int) -> Tensor:
+    """uint8 [S, N]."""
+    stored = fields(parts.integers("qzeros", (groups, -(-n * bits // 32))), bits)[:, :n]
+    return torch.add(stored, parts.foreign.zero_offset).bitwise_and(2**bits - 1)

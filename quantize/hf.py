@@ -159,6 +159,8 @@ def _stored(
     if not foreign:
         _refuse_quantised(folder, plain.values())
     for canonical, name in plain.items():
+        if foreign and shards.dtype(name).startswith("F8_"):
+            raise BadCheckpoint(f"{folder}: {name} is FP8 and has no scale beside it, so the checkpoint is incomplete.")
         if shards.dtype(name) not in _FLOATS:
             raise BadCheckpoint(
                 f"{folder}: {name} has the dtype {shards.dtype(name)}, wanted one of {', '.join(_FLOATS)}."

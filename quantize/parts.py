@@ -18,7 +18,7 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "F8_E4M3": 1, "I8":
 class Parts:
     """Tensors by their kind ("qweight", "scales", ...). name: the matrix, for messages; stored: kind -> full name.
 
-    headers_only: no tensor is read; which inputs share a group is what `foreign` says.
+    headers_only: no tensor is to be read; which inputs share a group is what `foreign` says.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Parts:
         self.foreign = foreign
         self._stored = stored
         self._shards = shards
-        self._headers_only = headers_only
+        self.headers_only = headers_only
 
     def __contains__(self, kind: str) -> bool:
         return kind in self._stored
@@ -95,11 +95,16 @@ class Parts:
         """Which group each of k inputs is in, int64 [K]: by the tensor `kind` where there is one, else in a row.
 
         Raises:
-            BadCheckpoint: there are more inputs than groups, or an index of a group that is none.
+            BadCheckpoint: there are more inputs than groups, an index of a group that is none, or no `kind` where
+                the inputs were sorted.
         """
-        if self._headers_only and self.foreign.act_order:
+        if kind is not None and kind not in self and self.foreign.act_order and groups > 1:
+            raise BadCheckpoint(
+                f"{self.name}.{kind} is missing, and config.json says act-order, so nothing tells the inputs' groups."
+            )
+        if self.headers_only and self.foreign.act_order:
             return torch.arange(k) % groups  # any order but that of neighbours
-        if kind is not None and kind in self and not self._headers_only:
+        if kind is not None and kind in self and not self.headers_only:
             given = self.integers(kind, (k,)).long()
             if not bool((given < 0).all()):  # compressed-tensors' word for "in a row"
                 if int(given.min()) < 0 or int(given.max()) >= groups:

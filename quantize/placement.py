@@ -11,8 +11,8 @@ from localchat.config import ModelConfig, TensorFormat
 
 # model_type -> (regex of a matrix name, its format). The first match counts.
 EXCEPTIONS: dict[str, tuple[tuple[str, TensorFormat], ...]] = {
-    # What reads a delta net's state; named as the most sensitive matrix by those who have measured large hybrids.
-    "qwen3_5": ((r"\.linear_attn\.out_proj$", TensorFormat(4, 32)),),
+    # The first layer: all others work on what it rounds away.
+    "qwen3_5": ((r"^layers\.0\.", TensorFormat(4, 32)),),
 }
 
 

@@ -28,7 +28,7 @@ class QuantisedMatrix:
     """One matrix [N, K] behind several tensors. name: its canonical name without ".weight", for messages.
 
     stored: the names of these tensors. Of shards that are still to come only headers are read before `codes`: layout
-    then trusts config.json for the order of the inputs, and `codes` does not.
+    then trusts config.json for the order of the inputs and for zero points in the middle, and `codes` does not.
     """
 
     def __init__(self, name: str, stored: Mapping[str, str], shards: Shards, foreign: Foreign) -> None:

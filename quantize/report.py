@@ -192,7 +192,15 @@ def _score(
         kl=float(divergence.mean()),
         kl_99=float(divergence.sort().values[int(0.99 * (positions - 1))]),
         agreement=float((sums[0].best == sums[1].best).float().mean()),
-        source_perplexity=math.exp(losses[0]),
-        perplexity=math.exp(losses[1]),
+        source_perplexity=_perplexity(losses[0]),
+        perplexity=_perplexity(losses[1]),
         errors=errors,
     )
+
+
+def _perplexity(loss: float) -> float:
+    """exp(loss); infinite where a float has no room for it, as of a model whose logits are of no use."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

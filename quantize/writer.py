@@ -37,6 +37,7 @@ _DTYPES = {
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 # Bytes of one header entry beside the tensor's name: dtype, shape and two offsets, generously.
 _ENTRY_BYTES = 160
+_READS_OTHERWISE = "reads back other bytes than were written; is the disk failing?"
 _BLOCK = 32 << 20  # bytes of one write, and of one read when a shard is read back
 
 
@@ -237,11 +238,17 @@ class _Blocks:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file and make sure that it is on the disk."""
+    """Write a small file, make sure that it is on the disk, and that it reads back from there as it was written.
+
+    Raises:
+        UserError: it does not.
+    """
     with path.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("rb", buffering=0) as file:
+        _bring_to_disk(file)
+        if file.read() != content:
+            raise UserError(f"{path}: {_READS_OTHERWISE}")
 
 
 def _unfinished(number: int) -> str:
@@ -257,11 +264,16 @@ def _write(file: FileIO, block: memoryview) -> None:
 
 def _seal(path: Path, begin: int, entries: Sequence[Entry]) -> None:
     """Make sure that a shard is on the disk, and that it reads back from there as it was written."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # or it would be read from memory
+    with path.open("rb", buffering=0) as file:
+        _bring_to_disk(file)
     if _intact(path, begin, entries) < len(entries):
-        raise UserError(f"{path}: reads back other bytes than were written; is the disk failing?")
+        raise UserError(f"{path}: {_READS_OTHERWISE}")
+
+
+def _bring_to_disk(file: FileIO) -> None:
+    """What is read of the file after this comes from there, and not from memory."""
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _intact(path: Path, begin: int, entries: Sequence[Entry]) -> int:

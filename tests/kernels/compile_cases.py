@@ -35,7 +35,7 @@ from localchat.kernels.cards import TABLE, Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
 # Integers that follow from how long a prompt is: a kernel that is compiled anew for multiples of 16 makes people wait.
-VARYING = ("tokens", "T", "splits")
+VARYING = ("tokens", "T", "splits", "first", "last", "part", "part_count", "count", "capacity")
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,12 @@ def _row_cases() -> list[Case]:
 
 
 def _attention_cases() -> list[Case]:
-    """smollm2, qwen2.5-32b, qwen3-8b and qwen3.5-27b, which is gated, each in bf16 and INT8; an fp32 cache."""
+    """smollm2, qwen2.5-32b, qwen3-8b and qwen3.5-27b, which is gated, each in bf16 and INT8; an fp32 cache.
+
+    fp16: slabs of an INT8 cache, of which there may be several whatever the number of rows.
+    """
     cases = []
-    shapes = [(d, group, kv) for d, group in ((64, 3), (128, 5), (128, 8), (256, 6)) for kv in ("bf16", "i8")]
+    shapes = [(d, group, kv) for d, group in ((64, 3), (128, 5), (128, 8), (256, 6)) for kv in ("bf16", "i8", "fp16")]
     for d, group, kv in (*shapes, (64, 7, "fp32")):
         dtype, size = ("bf16", 1) if kv == "i8" else (kv, 4 if kv == "fp32" else 2)
         launch = {"GROUP": group, "D": d, "INT8": kv == "i8", "WIDEN": False}
@@ -96,14 +99,16 @@ def _attention_cases() -> list[Case]:
         pointers = f"*{dtype} *{kv} *{kv} {'*fp32 *fp32 ' * (kv == 'i8')}*i64"
         shape = f"D {d} group {group} {kv}"
         forms = [(32, False, "fp16"), (10_000, False, "fp32"), (32, True, "fp32"), (1200, True, "fp32")]
+        if kv == "fp16":
+            forms = [(10_000, False, "bf16"), (10_000, True, "fp32")]
         for rows, cut, out in forms[:2] if group == 8 else forms:
-            for archs in ((86, 120) if cut else (80, 86, 89, 120), (90,)):
+            for archs in ((86, 120) if cut and kv != "fp16" else (80, 86, 89, 120), (90,)):
                 block_m, block_n, warps, stages = attention.prefill_blocks(d, size, rows, archs[0] // 10)
                 cases.append(
                     Case(
                         f"attention_prefill {shape} rows {rows}{' of parts' * cut}",
                         "attention._attention_prefill_kernel",
-                        f"{pointers} {'*fp32 ' * (d == 256)}*{out} {'*fp32 ' * cut}fp32 i32 i32 i32:16 i32:16",
+                        f"{pointers} {'*fp32 ' * (d == 256)}*{out} {'*fp32 ' * cut}fp32 {'i32 ' * 6}i32:16 i32:16",
                         {**launch, **gated, "CUT": cut, "BLOCK_M": block_m, "BLOCK_N": block_n}
                         | ({} if cut else {"stats_ptr": None}),
                         num_warps=warps,
@@ -111,6 +116,16 @@ def _attention_cases() -> list[Case]:
                         archs=archs,
                     )
                 )
+    cases += [
+        Case(
+            f"dequantize_kv D {d}",
+            "attention_slabs._dequantize_kv_kernel",
+            "*i8 *i8 *fp32 *fp32 *fp16 i32 i32 i32",
+            {"D": d, "ROWS": 2048 // d},
+            num_warps=8,
+        )
+        for d in (64, 256)
+    ]
     join = {"GATED": True, "GROUP": 6, "D": 256, "ROWS": 8, "AT_ONCE": 8}
     return [
         *cases,
@@ -164,13 +179,15 @@ def _attention_decode_cases() -> list[Case]:
 
 def _delta_net_cases() -> list[Case]:
     """qwen3.5-27b, 9b and 2b: 3, 2 and 1 value heads per key head."""
-    module, chunk, dims = "gated_delta_net_prefill", {"CHUNK": 64}, {"REPEATS": 3, "DK": 128}
+    module, chunk, dims = "gated_delta_net_prefill", {"CHUNK": 64}, {"KEY_HEADS": 16, "REPEATS": 3, "DK": 128}
+    length = gated_delta_net_prefill.CONV_LENGTH
+    runs = {"RUNS": 64 // length, "LENGTH": length}
     prefill = [
         Case(
             f"gated_delta_net_prefill conv {dtype} {'q, k' if norm else 'v'}",
             f"{module}._conv_kernel",
             f"*{dtype} *bf16 *i64 *bf16 *fp16 {'' if norm else '*fp32 '}i32 i32:16 i32:16 i32:16",
-            {"L2_EPS": 1e-6, "NORM": norm, "D": 128, "BLOCK_T": 16, **({"scale_ptr": None} if norm else {})},
+            {"L2_EPS": 1e-6, "NORM": norm, "D": 128, **runs, **({"scale_ptr": None} if norm else {})},
         )
         for dtype in ("fp32", "bf16")
         for norm in (True, False)
@@ -179,20 +196,20 @@ def _delta_net_cases() -> list[Case]:
         Case(
             "gated_delta_net_prefill triangle",
             f"{module}._triangle_kernel",
-            "*fp16 *fp32 *fp32 *fp32 *fp16 *fp16 *fp32 i32 i32:16 i32:16",
+            "*fp16 *fp32 *fp32 *fp32 *fp16 *fp16 *fp32 i32 i32:16",
             {**dims, **chunk, "BLOCK_K": 64},
-            8,
+            4,
             2,
         )
     )
-    for archs in ((80, 86, 89, 120), (90,)):
-        block_v, state_warps, stages = gated_delta_net_prefill.state_blocks(128, archs[0] // 10)
+    for archs, repeats in (((80, 86, 89, 120), 3), ((90,), 3), ((90,), 2), ((90,), 1)):
+        block_v, state_warps, stages = gated_delta_net_prefill.state_blocks(16 * repeats, 128, archs[0] // 10, 132)
         prefill.append(
             Case(
-                "gated_delta_net_prefill state",
+                f"gated_delta_net_prefill state, {repeats} heads",
                 f"{module}._state_kernel",
-                "*fp16 *fp16 *fp32 *fp16 *fp16 *fp32 *fp32 *fp32 i32 i32:16",
-                {**dims, **chunk, "DV": 128, "BLOCK_V": block_v},
+                "*fp16 *fp16 *fp32 *fp16 *fp16 *fp32 *fp32 *fp32 i32",
+                {**dims, **chunk, "REPEATS": repeats, "DV": 128, "BLOCK_V": block_v},
                 state_warps,
                 stages,
                 archs,
@@ -356,6 +373,8 @@ def _few_tokens_cases() -> list[Case]:
         (32, True, 3072, 576, "fp16", 8, None),
         (32, True, 3072, 1536, "fp16", 1, None),
         (32, True, 3072, 576, "fp32", 8, Fragments(4, 1)),
+        (32, True, 5120, 5120, "fp32", 1, None),
+        (32, True, 5120, 5120, "fp32", 8, None),
     ):
         chosen = settings or TABLE["NVIDIA H200"].fragments(n, k)
         dtype = torch.float16 if scales == "fp16" else torch.float32

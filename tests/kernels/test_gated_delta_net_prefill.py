@@ -135,6 +135,21 @@ def test_hard_inputs(device: torch.device, delta_net: DeltaNet, relative: Relati
     assert relative(ours["state"], wanted["state"]) < HARD
 
 
+def test_slow_decays_behind_wild_ones(device: torch.device, delta_net: DeltaNet, relative: Relative) -> None:
+    """What lies between two tokens counts, not what a chunk's sums up to them round off: here 2e-3 of 30,000."""
+    inputs = delta_net(device, 64, (1, 2), (32, 32))
+    inputs["A_log"].fill_(0.0)
+    inputs["dt_bias"].fill_(0.0)
+    inputs["ba"][:, :2] = -2.0  # steps are small: what is seen came from many tokens
+    inputs["ba"][:40, 2:] = 777.0 + torch.rand(40, 2, device=device)
+    inputs["ba"][40:, 2:] = -3.0
+    inputs["qkvz"][40:, :32] = inputs["qkvz"][40, :32]
+    ours, wanted = clone(inputs), clone(inputs)
+    out, exact = gated_delta_net_prefill(**ours), gated_delta_net_reference(**wanted)
+    assert relative(out[40:], exact[40:]) < BOUND
+    assert relative(ours["state"], wanted["state"]) < BOUND
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 300, 2048])
 def test_agrees_at_the_real_size(card: torch.device, delta_net: DeltaNet, relative: Relative, tokens: int) -> None:

@@ -65,7 +65,7 @@ def test_partial_rotation_of_a_wider_product(
         assert relative(out, wanted) < 1e-6
 
 
-@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(3, 1, 64), (4, 2, 24), (2, 2, 128), (6, 1, 256)])
 def test_int8_agrees(
@@ -100,6 +100,15 @@ def test_int8_agrees(
     for scale, wanted in zip(scales[:2], scales[2:], strict=True):
         assert relative(scale[:, 5:45], wanted[:, 5:45]) < 1e-6
         assert bool((scale[:, :5] == -1).all() and (scale[:, 45:] == -1).all())
+
+
+def test_queries_in_fp16_end_where_fp16_does(device: torch.device) -> None:
+    qkv = torch.full((1, 3 * 16), 3e5, device=device) * torch.tensor([1.0, -1.0], device=device).repeat(24)
+    still = torch.ones(1, 16, device=device), torch.zeros(1, 16, device=device)
+    codes, scales = torch.zeros(2, 1, 4, 16, dtype=torch.int8, device=device), torch.zeros(2, 1, 4, device=device)
+    into = (torch.tensor([2], device=device), *codes)
+    q = rope_kv_write(qkv, None, None, 0.0, *still, *into, scales=tuple(scales), q_dtype=torch.float16)
+    assert q.float().flatten().tolist() == [65504.0, -65504.0] * 8
 
 
 @pytest.mark.gpu
@@ -148,7 +157,7 @@ def test_refusals() -> None:
         rope_kv_write(*arguments, keys, keys, scales=(scales, scales))
     with pytest.raises(ValueError, match="rope_kv_write: got 1 tensors of scales, wanted none"):
         rope_kv_write(*arguments, codes, codes, scales=(scales,))
-    with pytest.raises(ValueError, match=r"rope_kv_write: got q_dtype torch\.float16, wanted"):
-        rope_kv_write(*arguments, codes, codes, scales=(scales, scales), q_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"rope_kv_write: got q_dtype torch\.float64, wanted"):
+        rope_kv_write(*arguments, codes, codes, scales=(scales, scales), q_dtype=torch.float64)
     with pytest.raises(ValueError, match=r"rope_kv_write: scales: got float32 \[2, 8\], wanted .* \[2, 9\]"):
         rope_kv_write(*arguments, codes, codes, scales=(scales, torch.zeros(2, 8)))

@@ -34,9 +34,9 @@ class Listening:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def layer_by_layer(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> Iterator[torch.Tensor]:
+    def layer_by_layer(self, ids: torch.Tensor, *arguments: Any) -> Iterator[torch.Tensor]:
         self.received += ids.tolist()
-        yield from self._model.layer_by_layer(ids, positions, cache)
+        yield from self._model.layer_by_layer(ids, *arguments)
 
 
 class SpeakingEngine(Engine):

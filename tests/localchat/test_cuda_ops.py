@@ -2,6 +2,7 @@
 
 import copy
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from localchat import cuda_ops
 from localchat.config import TensorFormat
 from localchat.cuda_ops import CudaOps, Summed
+from localchat.kernels import attention_slabs
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.kernels.rope_kv_write import quantize_rows
@@ -108,6 +110,34 @@ def test_attention(ops: CudaOps, tokens: int, gated: bool, int8: bool) -> None:
     assert relative(out, wanted) < (1e-2 if int8 else 5e-4)  # the interpreter cuts bits off
     for cache, wanted_cache in zip(caches, wanted_caches, strict=True):
         assert relative(cache, wanted_cache) < 1e-6
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("room", [0, 60])
+def test_many_queries_of_an_int8_cache_go_over_slabs(
+    ops: CudaOps, monkeypatch: pytest.MonkeyPatch, gated: bool, room: int
+) -> None:
+    """In the matrices' scratch, or beside it where that is too small; only where the length is known."""
+    (q_heads, kv_heads, head_dim), tokens, length = (4, 2, 32), 40, 60
+    monkeypatch.setattr(attention_slabs, "_LEAST_ROWS", 80)
+    monkeypatch.setattr(attention_slabs, "_LEAST_KEYS", 60)
+    used, prefill = [], cuda_ops.attention_prefill
+    monkeypatch.setattr(
+        cuda_ops, "attention_prefill", lambda *a, slabs, **k: (used.append(slabs), prefill(*a, slabs=slabs, **k))[1]
+    )
+    ops._scratch = torch.zeros(2 * kv_heads * room * head_dim, dtype=torch.bfloat16)
+    qkv = torch.randn(tokens, ((1 + gated) * q_heads + 2 * kv_heads) * head_dim)
+    (keys, key_scales), (values, value_scales) = map(quantize_rows, torch.randn(2, kv_heads, 70, head_dim))
+    caches = (keys, values, key_scales, value_scales)
+    rope = rotary(torch.arange(length - tokens, length), torch.rand(4), 1.0)
+    wanted = ReferenceOps().attention(qkv, None, None, rope, tuple(cache.clone() for cache in caches), gated=gated)
+    for known in (length, None):
+        out = ops.attention(qkv, None, None, replace(rope, length=known), caches, gated=gated)
+        assert relative(out, wanted) < 1e-2  # the interpreter cuts bits off
+    slabs, nothing = used
+    assert nothing is None
+    assert slabs is not None and slabs.length == length
+    assert (slabs.memory.data_ptr() == ops._scratch.data_ptr()) == (room == 60)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40])

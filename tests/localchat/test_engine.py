@@ -7,6 +7,7 @@ import torch
 
 from localchat.config import ModelConfig
 from localchat.engine import Engine
+from localchat.forward_graphs import ForwardGraphs
 from localchat.model import Model
 from localchat.ops import ReferenceOps
 from localchat.sampling import Sampling
@@ -72,6 +73,25 @@ def test_a_prefill_looks_up_between_layers(model: Model, monkeypatch: pytest.Mon
     engine = Engine(model, 1000)
     said = [(done, len(engine.ids)) for done in engine.prefill([i % 100 for i in range(300)])]
     assert said == [(128, 0), (256, 256), (278, 256), (300, 300)]
+
+
+def test_a_forward_of_many_tokens_knows_how_long_the_conversation_is(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what may become a graph it does not: the same kernels have to serve there."""
+    said, layer_by_layer = [], model.layer_by_layer
+
+    def spied(ids: torch.Tensor, positions: torch.Tensor, *arguments: Any) -> Any:
+        said.append((int(positions[-1]) + 1, arguments[-1]))
+        return layer_by_layer(ids, positions, *arguments)
+
+    monkeypatch.setattr(model, "layer_by_layer", spied)
+    engine = Engine(model, 1000)
+    engine._graphs = ForwardGraphs(model, engine.cache, 16)
+    for tokens in (300, 33, 17, 16, 1):
+        prefill(engine, [5] * tokens)
+    assert said == [(256, 256), (300, 300), (333, 333), (350, 350), (366, None), (367, 367)]
+    assert engine._graphs.takes(16) and engine._graphs._ran == {16}
 
 
 def test_a_prefill_closed_between_layers_never_began_its_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

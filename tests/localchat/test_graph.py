@@ -38,11 +38,16 @@ def reply(engine: Engine, prompt: list[int], sampling: Sampling, tokens: int = 4
 
 
 @INT8_OR_NOT
-def test_only_triton_kernels_run_in_a_step(model: Model, int8_kv: bool) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("smollm2-135m", 30), ("qwen3.5-27b", 5)])
+def test_only_triton_kernels_run_in_a_step(name: str, layers: int, int8_kv: bool) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA card")
+    model = synthetic_model(replace(MODELS[name], num_hidden_layers=layers), "cuda")
     names = launches(Engine(model, 200, int8_kv=int8_kv))
     others = {name for name in names if not name.isidentifier() or not name.endswith("_kernel")}  # theirs are C++ names
     assert not others - {"Activity Buffer Request"}  # the profiler's own
-    assert 30 * 5 < len(names) < 30 * 5 + 30  # five launches a layer, and the step's own
+    assert names.count("int4_few_tokens_kernel") == 4 * layers
+    assert layers * 5 + 14 < len(names) < layers * 5 + 19  # five launches a layer, and the step's own
 
 
 def launches(engine: Engine) -> list[str]:
@@ -83,6 +88,29 @@ def test_the_graph_gives_what_separate_launches_give(model: Model, int8_kv: bool
         plain._forward([ids[-1]])
         ids.append(plain._sample(GREEDY))
     assert captured == ids
+
+
+@INT8_OR_NOT
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3.5-27b"])
+def test_few_tokens_are_a_graph_from_the_second_time_on(name: str, int8_kv: bool) -> None:
+    """Bit for bit what single launches give, wherever the tokens stand and whatever ran between."""
+    entry = MODELS[name] if name == "smollm2-135m" else replace(MODELS[name], num_hidden_layers=4)
+    engine, single = (Engine(synthetic_model(entry, "cuda"), 400, int8_kv=int8_kv) for _ in range(2))
+    single._graphs = None
+    for start, tokens in ((0, 16), (3, 16), (200, 16), (9, 2), (100, 2), (11, 16), (7, 23), (70, 23), (50, 33)):
+        hidden = []
+        for each in (engine, single):
+            each.rewind(0)
+            for part in (PROMPT * 3)[:start], list(range(20, 20 + tokens)):
+                for _ in each.prefill(part):
+                    continue
+            hidden.append(each._hidden)
+        assert torch.equal(*hidden)
+        assert reply(engine, PROMPT, GREEDY, 5) == reply(single, PROMPT, GREEDY, 5)
+    if engine._graphs is None:
+        raise AssertionError("no graphs on a card")
+    assert set(engine._graphs._captured) == {16, 2, 23}
+    assert engine._graphs._ran == {16, 2, 23, 3, 9, 11, 7}
 
 
 @INT8_OR_NOT

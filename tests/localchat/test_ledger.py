@@ -14,7 +14,9 @@ from localchat.cache import KVCache
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
 from localchat.cuda_ops import CudaOps
 from localchat.errors import BadCheckpoint
+from localchat.kernels.attention_slabs import SLAB
 from localchat.ledger import (
+    KV_SLAB,
     PREFILL_CHUNK,
     Ledger,
     _matrices,
@@ -223,6 +225,21 @@ def test_folder_with_a_damaged_header_is_refused_by_name(tmp_path: Path) -> None
 
 def test_the_prefill_chunk_is_the_engines() -> None:
     assert {"cpu": CpuOps.prefill_chunk, "cuda": CudaOps.prefill_chunk} == PREFILL_CHUNK
+
+
+def test_slabs_of_an_int8_cache_take_the_matrices_memory_where_they_fit() -> None:
+    """gate_up of the 27B is 356 MB, a slab of smollm2 (8,192 tokens, 3 heads of 64) larger than any of its matrices.
+
+    8 slabs give more than gate, up and their product: 0.6B with 32 heads, whose longest context is 262,144.
+    """
+    wide = replace(MODELS["qwen3-0.6b"], max_position_embeddings=262_144, num_attention_heads=32)
+    more = {}
+    for name, entry in {"27b": MODELS["qwen3.5-27b"], "small": MODELS["smollm2-135m"], "wide": wide}.items():
+        spaces = [rows(ledger(entry.config, 4096, "cuda", int8_kv=int8))["workspace"] for int8 in (False, True)]
+        more[name] = spaces[1] - spaces[0]
+    parts = 2048 * 2 * (2 * 8 * 32 * 128 - 3 * 3072)
+    assert more == {"27b": 0, "small": 2 * 2 * 8192 * 3 * 64, "wide": 2 * 2 * 32_768 * 8 * 128 + parts}
+    assert KV_SLAB == SLAB
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -123,13 +123,15 @@ def pair(request: pytest.FixtureRequest) -> tuple[Model, Model]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [*LENGTHS, 2047, 2048, 2049, 100_003])
-def test_prompts_on_a_card_are_the_reference_s(pair: tuple[Model, Model], length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "int8_kv"), [*((n, False) for n in (*LENGTHS, 2047, 2048, 2049, 100_003)), (2049, True), (100_003, True)]
+)
+def test_prompts_on_a_card_are_the_reference_s(pair: tuple[Model, Model], length: int, int8_kv: bool) -> None:
     """In the engine's chunks; what is compared is the last hidden state, which depends on all before it."""
     ids = torch.randint(0, 100_000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     last = []
     for model in pair:
-        engine = Engine(model, length + 1)
+        engine = Engine(model, length + 1, int8_kv=int8_kv)
         for _ in engine.prefill(ids):
             continue
         assert engine._hidden is not None

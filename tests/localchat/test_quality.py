@@ -1,6 +1,7 @@
 """What a report says of kinds of matrices, and what asks for one in vain."""
 
 import argparse
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from localchat import prepare
 from localchat.errors import UsageError, UserError
-from localchat.quality import errors_by_kind
+from localchat.quality import Report, errors_by_kind, print_report
+from localchat.quantize.report import Quality
 
 
 def test_errors_by_kind() -> None:
@@ -19,6 +21,15 @@ def test_errors_by_kind() -> None:
     found = errors_by_kind(errors)
     assert found["mlp.down_proj"] == (pytest.approx(0.2), 0.3, "layers.10.mlp.down_proj")
     assert found["lm_head"] == (0.01, 0.01, "lm_head")
+
+
+def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    quality = Quality(9, float("nan"), 0.1, 0.5, float("inf"), 3.0, {"lm_head": float("nan")})
+    print_report(Report(quality, 1, 4.5, 1, 2.0, 512, "here"), as_json=True)
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    figures = found["quality"]
+    assert figures["kl"] is figures["source_perplexity"] is figures["errors"]["lm_head"] is None
+    assert figures["perplexity"] == 3.0 and found["device"] == "here"
 
 
 def arguments(source: Path, **given: Any) -> argparse.Namespace:
@@ -69,3 +80,17 @@ def test_what_no_report_can_be_made_with_is_said_before_the_conversion(
     with pytest.raises(UserError, match=words):
         prepare.quantize(arguments(source, **given))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_talked_to_is_said_before_the_conversion(
+    scripted: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is packed all the same: a tokenizer can be put into the folder later."""
+    source = Path(shutil.copytree(scripted("abc").parent / "source", tmp_path / "source"))
+    prepare.quantize(arguments(source, output=str(tmp_path / "whole")))
+    assert capsys.readouterr().err == ""
+    (source / "tokenizer.json").unlink()
+    prepare.quantize(arguments(source, output=str(tmp_path / "mute")))
+    said = capsys.readouterr().err
+    assert "there is no tokenizer.json" in said and said.endswith("`run` will refuse what is packed.\n")
+    assert (tmp_path / "mute" / "config.json").exists()

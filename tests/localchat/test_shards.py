@@ -120,7 +120,14 @@ def test_truncated_file(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(200)}, path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors: is damaged"):
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors: is damaged.*; download it again\.$"):
+        open_shards(tmp_path)
+
+
+def test_clone_without_its_large_files(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'5' * 64}\nsize 4967215360\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors: is only git's pointer to the file; `git lfs pull`"):
         open_shards(tmp_path)
 
 

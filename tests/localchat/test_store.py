@@ -158,6 +158,9 @@ def test_as_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for absent in ("./absent", "/absent", "absent.gguf"):
         with pytest.raises(ModelNotFound, match="absent"):
             store.as_path(absent)
+    for empty in ("", " "):  # the folder one is in was never meant
+        with pytest.raises(ModelNotFound, match="the name of the model is empty"):
+            store.as_path(empty)
 
 
 def test_packed_format(tmp_path: Path) -> None:

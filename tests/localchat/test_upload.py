@@ -1,6 +1,7 @@
 """What arrives through the threads is what the files hold. Without a card the same code copies to the CPU."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,38 @@ def test_an_error_stops_all_threads(folder: Path, monkeypatch: pytest.MonkeyPatc
     with open_shards(folder) as shards, pytest.raises(KeyboardInterrupt):
         upload(shards, list(shards.names), CPU)
     assert len(reads) < 3 + threads
+
+
+def test_who_interrupts_does_not_wait_for_the_rest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read = [], module._read
+
+    def slow(file: int, piece: module.Piece, into: torch.Tensor) -> None:
+        reads.append(piece)
+        time.sleep(0.02)
+        read(file, piece, into)
+
+    def interrupted(running: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_read", slow)
+    monkeypatch.setattr(module, "_THREADS", 2)
+    monkeypatch.setattr(module, "wait", interrupted)
+    with open_shards(folder) as shards:
+        pieces = sum(-(-shards.span(name).nbytes // 1000) for name in shards.names)
+        with pytest.raises(KeyboardInterrupt):
+            upload(shards, list(shards.names), CPU, {"1.torch.int8"})
+    assert len(reads) < pieces / 2
+
+
+def test_memory_of_the_host_that_cannot_be_had_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(size: int, device: torch.device) -> torch.Tensor:
+        raise MemoryError("no memory to pin")
+
+    monkeypatch.setattr(module, "host_bytes", full)
+    threads = threading.active_count()
+    with open_shards(folder) as shards, pytest.raises(MemoryError, match="no memory to pin"):
+        upload(shards, list(shards.names), CPU, {"1.torch.int8"})
+    assert threading.active_count() == threads
 
 
 def test_every_piece_is_read_once_and_host_tensors_arrive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,14 @@ def test_zero_points_as_numbers(parts_of: Make, packed_again: Make) -> None:
     assert torch.equal(packed_again(codes, 32, symmetric=False), codes.values())
 
 
+def test_zero_points_that_are_not_there(parts_of: Make) -> None:
+    """Without them every weight would be off by some steps. Of a matrix of 8 bits among those of 4 nothing is known."""
+    foreign = Foreign("compressed-tensors", 4, 32, symmetric=False)
+    with pytest.raises(BadCheckpoint, match=r"x\.weight_zero_point is missing, and config\.json does not say symm"):
+        compressed_tensors.layout(parts_of(foreign, **random_matrix(16, 128, 4)))
+    assert compressed_tensors.layout(parts_of(foreign, **random_matrix(16, 128, 4, bits=8))).symmetric
+
+
 def test_one_scale_for_all(parts_of: Make) -> None:
     tensors = random_matrix(16, 64, 1)
     want = decoded({**tensors, "weight_scale": torch.full((16, 1), 0.25)})

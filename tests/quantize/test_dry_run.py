@@ -120,11 +120,11 @@ def test_exceptions_and_calibration_are_said(talker: Make, capsys: pytest.Captur
     words = ["quantize", str(source), "--dry-run", "--group-size", "64", "--min", "--method", "gptq"]
     prepare.quantize(parse_command_line(words))
     first = capsys.readouterr().out
-    assert re.search(r"linear_attn\.out_proj +INT4 g32 \+ min", first)
+    assert re.search(r"layers\.0\.linear_attn\.out_proj +INT4 g32 \+ min", first)
     assert re.search(r"about \d+ s on \w+: \d+ s of arithmetic and \d+ s of calibration with [\d,]+ tokens", first)
     prepare.quantize(parse_command_line([*words[:-2], "--uniform"]))
     second = capsys.readouterr().out
-    assert re.search(r"linear_attn\.out_proj +INT4 g64 \+ min", second)
+    assert re.search(r"layers\.0\.linear_attn\.out_proj +INT4 g64 \+ min", second)
     assert "calibration" not in second
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from localchat.errors import BadCheckpoint
 from localchat.foreign import Foreign
-from localchat.quantize import gptq_format
+from localchat.quantize import compressed_tensors, gptq_format
 
 Make = Callable[..., Any]
 
@@ -88,6 +88,23 @@ def test_act_order(parts_of: Make, packed_again: Make) -> None:
     assert torch.equal(codes.values(), decoded(tensors, 1))
     assert all(packed_again(codes, size, symmetric=False) is None for size in (32, 64, 128))
     assert not any(gptq_format.layout(parts).is_kept(size, False) for size in (32, 64, 128))
+
+
+@pytest.mark.parametrize("tool", [gptq_format, compressed_tensors])
+def test_act_order_without_an_order(parts_of: Make, tool: Any) -> None:
+    """Groups in a row would decode to noise, without a word. One group for a whole row needs no order."""
+    for groups, size in ((4, 64), (1, 256)):
+        words, scales = torch.zeros(32, 24, dtype=torch.int32), torch.ones(groups, 24)
+        kinds = {"qweight": words, "qzeros": torch.zeros(groups, 3, dtype=torch.int32), "scales": scales}
+        if tool is compressed_tensors:
+            kinds = {"weight_packed": words.t(), "weight_scale": scales.t()}
+        name = "gptq" if tool is gptq_format else "compressed-tensors"
+        parts = parts_of(Foreign(name, 4, size, act_order=True), **kinds)
+        if groups == 1:
+            assert tool.decode(parts).codes.shape == (24, 256)
+            continue
+        with pytest.raises(BadCheckpoint, match=r"x\.(weight_)?g_idx is missing, and config\.json says act-order"):
+            tool.decode(parts)
 
 
 def test_groups_in_another_order_are_kept(parts_of: Make, packed_again: Make) -> None:

@@ -218,6 +218,26 @@ def test_a_disk_that_keeps_other_bytes(
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "tokenizer.json", "config.json"])
+def test_a_disk_that_keeps_other_bytes_of_a_small_file(
+    make_hf: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It would be found out by a `run` that cannot read it, when the source may be gone."""
+    sync = os.fsync
+
+    def turning(handle: int) -> None:
+        sync(handle)
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if path.name == name:
+            path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+    monkeypatch.setattr(writer.os, "fsync", turning)
+    source = make_hf()
+    with pytest.raises(UserError, match=f"{name}: reads back other bytes than were written"):
+        list(convert(source, tmp_path / "out", FINE))
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
 def test_the_source_is_only_read(
     make_hf: Make, make_gguf: Make, config_of: Make, weights_of: Make, tmp_path: Path
 ) -> None:

@@ -49,8 +49,9 @@ def test_a_folder_with_exceptions_runs(make_hf: Make, tmp_path: Path) -> None:
     for _ in convert(source, tmp_path / "out", recipe):
         continue
     model = load_model(tmp_path / "out")
-    sizes = {n.rpartition(".")[2]: (m.bits, m.group_size) for n, m in model.named_modules() if n.endswith("_proj")}
-    assert sizes["out_proj"] == (4, 32) and sizes["o_proj"] == (4, 64)
+    sizes = {n: (m.bits, m.group_size) for n, m in model.named_modules() if n.endswith("_proj")}
+    assert sizes["layers.0.linear_attn.out_proj"] == (4, 32) and sizes["layers.0.mlp.gate_up_proj"] == (4, 32)
+    assert sizes["layers.1.self_attn.qkv_proj"] == sizes["layers.1.mlp.gate_up_proj"] == (4, 64)
 
 
 def read(folder: Path) -> dict[str, Any]:

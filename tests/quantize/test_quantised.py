@@ -209,6 +209,18 @@ def test_another_recipe_says_what_it_loses(make_quantised: Make, change: dict[st
     assert torch.equal(rounded, wanted)
 
 
+def test_zero_points_that_are_not_in_the_middle(make_quantised: Make) -> None:
+    """Whatever config.json says: symmetric groups could not hold the levels, which the notice says are kept."""
+    quantised, plain = make_quantised(Maker().gptq(), GPTQ | {"sym": True})
+    recipe = default_recipe(quantised)
+    assert recipe == Recipe(GROUP, symmetric=False)
+    assert "nothing is rounded again" in what_is_lost(quantised, recipe)
+    assert "rounded a second time" in what_is_lost(quantised, replace(recipe, symmetric=True))
+    kept = matrices(packed(quantised, recipe))
+    with open_source(plain) as source:
+        assert torch.equal(kept["layers.0.mlp.down_proj"], source.read("layers.0.mlp.down_proj.weight"))
+
+
 def test_narrow_scales(make_quantised: Make) -> None:
     quantised, _ = make_quantised(Maker().awq, AWQ)
     exact = matrices(packed(quantised, default_recipe(quantised)))
@@ -298,6 +310,14 @@ def test_damaged(make_quantised: Make, change: Callable[[Tensors], Any], words: 
     edit(quantised, change)
     with pytest.raises(BadCheckpoint, match=words), open_source(quantised) as source:
         check(source)
+
+
+def test_float8_without_its_scale(make_quantised: Make) -> None:
+    """It is what is missing that is named, and not the dtype, which is right."""
+    quantised, _ = make_quantised(Maker().fp8, FP8)
+    edit(quantised, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight_scale_inv"))
+    with pytest.raises(BadCheckpoint, match=r"layers\.1\.mlp\.up_proj\.weight is FP8 and has no scale beside it"):
+        open_source(quantised)
 
 
 def test_progress_ends_at_the_bytes_of_the_files(make_quantised: Make) -> None:

@@ -107,3 +107,14 @@ def test_a_reference_saves_the_sources_forward(make_hf: Make, tmp_path: Path) ->
     with open_source(source) as opened:
         known = reference(SourceWeights(opened), WINDOWS, "cpu")
         assert compare_folder(opened, folder, known, "cpu") == compare_folder(opened, folder, WINDOWS, "cpu")
+
+
+def test_logits_of_no_use_make_an_infinite_perplexity(make_hf: Make) -> None:
+    """And no overflow, behind all the work."""
+
+    def change(weights: dict[str, Tensor]) -> None:
+        weights["lm_head.weight"] *= 1e6
+
+    with open_source(make_hf(change=change)) as opened:
+        got = compare(SourceWeights(opened), SourceWeights(opened), WINDOWS, "cpu")
+    assert got.perplexity == got.source_perplexity == float("inf")

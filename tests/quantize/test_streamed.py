@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from localchat import download as room
-from localchat import prepare
+from localchat import hub, prepare
 from localchat.arguments import parse_command_line
 from localchat.config import load_config
 from localchat.errors import BadCheckpoint, ModelNotFound, UsageError, UserError
@@ -476,6 +476,21 @@ def test_the_plan_needs_no_weights(source: Path, server: Hub, capsys: pytest.Cap
     assert prepare.quantize(parse_command_line(["quantize", REPO, "--dry-run"])) is None
     assert "layers.3.self_attn.qkv_proj" in capsys.readouterr().out
     assert server.got == []
+
+
+def test_the_plan_asks_nobody_offline(
+    source: Path, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quantize", REPO, "--dry-run", "--offline"]
+    asked = hub.plan
+    monkeypatch.setattr(hub, "plan", lambda _: pytest.fail("the hub was asked"))
+    with pytest.raises(ModelNotFound, match="--offline forbids"):
+        prepare.quantize(parse_command_line(words))
+    monkeypatch.setattr(hub, "plan", asked)
+    prepare.quantize(parse_command_line(["quantize", REPO, "-o", str(tmp_path / "out")]))
+    monkeypatch.setattr(hub, "plan", lambda _: pytest.fail("the hub was asked"))
+    assert prepare.quantize(parse_command_line(words)) is None
+    assert "layers.3.self_attn.qkv_proj" in capsys.readouterr().out
 
 
 def test_another_name_is_said(source: Path, server: Hub) -> None:
