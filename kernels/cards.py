@@ -21,7 +21,7 @@ LONG = 16384  # K from which on a matrix is of the class "long"
 CLASSES = ("few", "tail", "many", "long")
 # What stored measurements are measurements of: raise it where kernels, or the meaning of a setting, change so much that
 # a choice made before means nothing.
-REVISION = 2
+REVISION = 3
 
 
 class Fragments(NamedTuple):
@@ -60,7 +60,7 @@ class Card:
 
 
 DEFAULT = Settings(
-    few=Fragments(4, 5), tail=Fragments(4, 2), many=Fragments(4, 3), long=Fragments(4, 2), crossover=32
+    few=Fragments(4, 5), tail=Fragments(4, 2), many=Fragments(4, 3), long=Fragments(4, 2), crossover=512
 )  # fmt: skip
 # Before 9.0 nothing holds loads in batches where they are asked for (int4_few_tokens.py), and with five of them some
 # shapes leave 8 bytes on the stack (Triton 3.6, sm_86 and 89).

@@ -3,9 +3,10 @@
 x [T, K], y [T, N]; qweight int32 [N', K/8], scales and mins [N'/16, K/G, 16], bias [N]; N' is N rounded up to 16.
 Bytes moved for one token: N * K / 2 codes + 2 N K / G a scale (twice that with mins); x and y are nothing beside it.
 
-On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor per row. Two kernels share the layout:
+On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor per row. Three kernels share the layout:
 
-    int4_few_tokens 1 to 64 tokens: tensor-core instructions fed from registers, in the order in which words lie.
+    int4_few_tokens 1 to 8 tokens: tensor-core instructions fed from registers, in the order in which words lie.
+    many_tokens     up to 512 tokens: weights become fp16 in registers, for `tl.dot`.
     dequantize_int4 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
 
@@ -20,6 +21,7 @@ from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import scale_offset, word_offset
 from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
 from localchat.kernels.int4_packing import GROUP_SIZES, TILE_ROWS, dequantize, padded_rows, unpack_scales
+from localchat.kernels.many_tokens import MANY_TOKENS, many_tokens
 from localchat.kernels.pdl import pdl_options
 from localchat.kernels.scaled_half import Squares, factor_options
 
@@ -88,6 +90,7 @@ def int4_matmul(
     rows: int | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    arrivals: Tensor | None = None,
     settings: Fragments | None = None,
     use_ptx: bool | None = None,
 ) -> Tensor:
@@ -95,16 +98,30 @@ def int4_matmul(
 
     bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
-    settings: None: the card's (cards.py). use_ptx: the kernel's inline PTX or its plain twin; None: PTX on CUDA, where
-    the interpreter has none.
+    arrivals: see many_tokens.py. settings: of few tokens; None: the card's (cards.py). use_ptx: the kernels' inline PTX
+    or its plain twin; None: PTX on CUDA, where the interpreter has none.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together, or there are more than 64 tokens.
+        ValueError: shapes or dtypes do not belong together, or there are more tokens than `takes` says yes to.
     """
     n = qweight.shape[0] if rows is None else rows
     y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device) if out is None else out
-    _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, settings=settings, use_ptx=use_ptx)
+    if x.shape[0] <= FEW_TOKENS:
+        _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, settings=settings, use_ptx=use_ptx)
+        return y
+    if not takes(x.shape[0], scales):
+        raise ValueError(
+            f"int4_matmul: got {x.shape[0]} tokens, scales {scales.dtype}, wanted what `takes` says yes to"
+        )
+    _arguments(x, qweight, scales, mins, bias, residual, n)
+    stored = (qweight, scales, mins, bias, residual)
+    many_tokens(x, row_scale, *stored, y, arrivals=arrivals, use_ptx=use_ptx)
     return y
+
+
+def takes(tokens: int, scales: Tensor) -> bool:
+    """Whether `int4_matmul` has a kernel for so many tokens: beyond a few, scales must be fp16."""
+    return tokens <= FEW_TOKENS or (tokens <= MANY_TOKENS and scales.dtype == torch.float16)
 
 
 def _launch(
@@ -123,16 +140,16 @@ def _launch(
     swiglu: bool = False,
     behind: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the kernel. behind: gain, half and sums of squares of `int4_matmul_norm`."""
+    """Launch int4_few_tokens. behind: gain, half and sums of squares of `int4_matmul_norm`."""
     tensors, flags = _arguments(x, qweight, scales, mins, bias, residual, n)
     tokens, k = x.shape
     if tokens > FEW_TOKENS:
-        raise ValueError(f"int4_matmul: got {tokens} tokens, wanted up to {FEW_TOKENS}")
+        raise ValueError(f"int4_few_tokens: got {tokens} tokens, wanted up to {FEW_TOKENS}")
     chosen = settings or card_of(x.device).fragments(n, k)
     launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, mins is not None, chosen)
     factors, parts, eps, squares = factor_options(row_scale)
     gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
-    int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS * launch["SETS"],)](
+    int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS,)](
         x, factors, *tensors, y, gain, half, sums, tokens, n, k // 32, parts, eps,
         SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None,
         **flags, **launch, USE_PTX=x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x),
@@ -194,7 +211,7 @@ def int4_matmul_swiglu(
     """As `int4_matmul`, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT.
 
     Raises:
-        ValueError: as `int4_matmul`, or N is odd.
+        ValueError: shapes or dtypes do not belong together, there are more than 8 tokens, or N is odd.
     """
     n = qweight.shape[0] if rows is None else rows
     if n % 2:
@@ -221,7 +238,7 @@ def int4_matmul_norm(
     squares of y.
 
     Raises:
-        ValueError: as `int4_matmul`.
+        ValueError: shapes or dtypes do not belong together, or there are more than 8 tokens.
     """
     tokens, n = residual.shape
     check_tensor("int4_matmul_norm: gain", gain, FLOATS, (n,))
@@ -242,8 +259,7 @@ def few_tokens_options(
     """
     parts, batch = settings
     wide = dtype != torch.float16
-    sets = -(-tokens // 8)
-    columns = next(t for t in (1, 2, 4, 8) if t >= min(tokens, 8))
+    columns = next(t for t in (1, 2, 4, 8) if t >= tokens)
     steps = -(-k // (128 * parts))
     products = 128 // group_size if wide else 1  # of a step: raw, each group has its own
     bodies = -(-steps // max(1, max(4, 8 // columns) // products))
@@ -252,7 +268,6 @@ def few_tokens_options(
         "RAW": group_size == 128 or wide,
         "WIDE": wide,
         "EVEN": k % (128 * parts) == 0,
-        "SETS": sets,
         "TOKENS": columns,
         "COUNT": count,
         "REST": steps % count,

@@ -28,8 +28,8 @@ from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.stopwatch import Stopwatch, Trial
 
 CANDIDATES = (Fragments(4, 5), Fragments(4, 3), Fragments(4, 2), Fragments(8, 2), Fragments(2, 5))
-_LEAST = 8  # tokens that the packed product always serves
-CROSSINGS = (16, 32, 64)  # and up to which it may be the better one
+_LEAST = 32  # tokens that the packed product always serves
+CROSSINGS = (64, 128, 256, 512)  # and up to which it may be the better one
 # What another launch than the default has to gain, or it is noise.
 _GAIN = 0.02
 _HIDDEN = 5120

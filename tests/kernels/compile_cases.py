@@ -30,12 +30,14 @@ from localchat.kernels import (
     gated_delta_net_prefill,
     int4_matmul,
     int8_matmul,
+    many_tokens,
 )
 from localchat.kernels.cards import TABLE, Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
+HOPPER, OTHERS = (90,), (80, 86, 89, 120)
 # Integers that follow from how long a prompt is: a kernel that is compiled anew for multiples of 16 makes people wait.
-VARYING = ("tokens", "T", "splits", "first", "last", "part", "part_count", "count", "capacity")
+VARYING = ("tokens", "T", "tiles_t", "splits", "first", "last", "part", "part_count", "count", "capacity")
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ def _product_cases() -> list[Case]:
         )
     pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 0}
     vector = {**flags, "ROWS": int8_matmul.GEMV_ROWS, "BLOCK_K": int8_matmul.GEMV_K, "STEPS": int8_matmul.GEMV_STEPS}
-    gemv, gemm = "int8_matmul._int8_gemv_kernel", "int8_matmul._int8_gemm_kernel"
+    gemv = "int8_matmul._int8_gemv_kernel"
     return [
         *cases,
         Case("int8_gemv", gemv, f"{pointers} i32 i32:16 i32 fp32", vector, int8_matmul.GEMV_WARPS),
@@ -308,16 +310,6 @@ def _product_cases() -> list[Case]:
             f"{pointers} i32 i32:16 i32 fp32",
             vector | {"SQUARES": 512},
             int8_matmul.GEMV_WARPS,
-        ),
-        *(
-            Case(
-                f"int8_gemm {tokens} tokens",
-                gemm,
-                f"{pointers} i32 i32 i32 i32 fp32",
-                {**flags, "BLOCK_T": tokens, "BLOCK_N": 64, "BLOCK_K": int8_matmul.GEMM_K},
-                int8_matmul.GEMM_WARPS,
-            )
-            for tokens in (16, 32, 64)
         ),
         Case("dequantize_int8", "int8_matmul._dequantize_int8_kernel", "*i8 *fp32 *bf16 i32", {"BLOCK_K": 2048}),
     ]
@@ -351,6 +343,38 @@ def _int8_few_tokens_cases() -> list[Case]:
     return cases
 
 
+def _many_tokens_cases() -> list[Case]:
+    """Each tile of both formats, other groups, minima, a K that ends within a step."""
+    hopper, others = many_tokens._HOPPER, many_tokens._OTHERS
+    plain = [(archs, tile, bits, 128, False, 5120) for archs, tiles in ((HOPPER, hopper), (OTHERS, others))
+             for tile in tiles for bits in (4, 8)]  # fmt: skip
+    cases = []
+    for archs, tile, bits, group, has_min, k in (
+        *plain,
+        (HOPPER, hopper[0], 4, 32, True, 1504),
+        (HOPPER, hopper[-1], 4, 32, True, 1504),
+        (HOPPER, hopper[-1], 4, 64, False, 5120),
+        (OTHERS, others[0], 4, 32, True, 1504),
+        (OTHERS, others[1], 4, 32, True, 1504),
+        (OTHERS, others[-1], 8, 128, False, 1424),
+    ):
+        stored, whole = "*i32 *i32 *i32" if bits == 4 else "*i8 *fp32 *fp32", k % 128 == 0
+        cases.append(
+            Case(
+                f"many_tokens INT{bits} K {k} {tile}{f', groups of {group}' if bits == 4 else ''}",
+                "many_tokens.many_tokens_kernel",
+                f"*fp16 *fp32 {stored} *fp32 *fp32 *fp32 *fp32 *i32 i32 i32 i32:16 i32:16",
+                {"BITS": bits, "G8": group // 8, "HAS_MIN": has_min, "WHOLE": whole, "HAS_BIAS": True, "HAS_RES": True}
+                | {"BLOCK_M": tile.rows, "BLOCK_T": tile.tokens, "AT_ONCE": min(tile.tokens, many_tokens._AT_ONCE)}
+                | {"USE_PTX": True},
+                tile.warps,
+                tile.stages,
+                archs,
+            )
+        )
+    return cases
+
+
 def _few_tokens_cases() -> list[Case]:
     """All forms with and without a minimum, K with and without masks, each number of columns; other settings."""
     cases = []
@@ -359,8 +383,6 @@ def _few_tokens_cases() -> list[Case]:
         (128, False, 55296, 5120, "fp16", 2, None),
         (128, False, 55296, 5120, "fp16", 4, None),
         (128, False, 55296, 5120, "fp16", 8, None),
-        (128, False, 55296, 5120, "fp16", 16, None),
-        (128, False, 5120, 27648, "fp16", 32, None),
         (128, False, 5120, 27648, "fp16", 1, None),
         (128, True, 5120, 5120, "fp16", 1, None),
         (128, True, 55296, 5120, "fp16", 8, None),
@@ -449,6 +471,7 @@ def cases() -> list[Case]:
         *_product_cases(),
         *_few_tokens_cases(),
         *_int8_few_tokens_cases(),
+        *_many_tokens_cases(),
         *_attention_cases(),
         *_attention_decode_cases(),
         *_delta_net_cases(),

@@ -22,7 +22,7 @@ def test_the_h200_is_launched_as_it_was_measured(n: int, k: int) -> None:
     wanted = Fragments(4, 2 if k >= 16384 else 5 if programs <= 3 * 132 else 2 if programs <= 4 * 132 else 3)
     assert TABLE["NVIDIA H200"].fragments(n, k) == wanted
     assert card_of(torch.device("cpu")).fragments(n, k) == wanted
-    assert TABLE["NVIDIA H200"].settings.crossover == 32
+    assert TABLE["NVIDIA H200"].settings.crossover == 512
 
 
 def test_classes_of_shapes() -> None:
