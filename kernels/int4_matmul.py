@@ -97,8 +97,8 @@ def _dequantize_int4_kernel(
     group = (first + lane // LANES // 16) * (16 // G8) + lane % LANES * 4 // (G8 * AT_ONCE)
     scale = scale_offset(block * 16 + lane // LANES % 16, group, words_k // G8)
 
-    pair = tl.arange(0, 8 * LANES)[None, :]
-    inputs = pair // (2 * G8 * AT_ONCE) * (8 * G8) + pair % (2 * G8 * AT_ONCE)
+    place = tl.arange(0, 8 * LANES)[None, :]
+    inputs = place // (2 * G8 * AT_ONCE) * (8 * G8) + place % (2 * G8 * AT_ONCE)
     out = out_ptr + block.to(tl.int64) * (128 * words_k) + (row % 16 * (8 * words_k) + tile * 128 + inputs)
 
     if EVEN:
@@ -115,7 +115,7 @@ def _dequantize_int4_kernel(
         m = -8 * s
     for p in tl.static_range(0, 4, AT_ONCE):
         bit = 4 * (p + position)
-        low, high = _code(w, bit) * s + m, _code(w >> 12, bit + 4) * s + m
+        low, high = tl.fma(_code(w, bit), s, m), tl.fma(_code(w >> 12, bit + 4), s, m)
         both = tl.reshape(tl.join(low, high), [ROWS, 8 * LANES])
         tl.store(out + 2 * G8 * p, both.to(out_ptr.dtype.element_ty), mask=stored)
 
