@@ -10,7 +10,7 @@ On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor pe
     dequantize_int4 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,24 @@ from torch import Tensor
 from localchat.kernels.cards import Fragments, card_of
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
-from localchat.kernels.int4_address import scale_offset, word_offset
+from localchat.kernels.int4_address import scale_offset, tile_offset
 from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
 from localchat.kernels.int4_packing import GROUP_SIZES, TILE_ROWS, dequantize, padded_rows, unpack_scales
 from localchat.kernels.many_tokens import MANY_TOKENS, many_tokens
 from localchat.kernels.pdl import pdl_options
 from localchat.kernels.scaled_half import Squares, factor_options
+
+
+class Dequantized(NamedTuple):
+    """The launch of dequantize_int4: tiles of a program, lanes of a row (4, 8 or 16), warps."""
+
+    tiles: int
+    lanes: int
+    warps: int
+
+
+# Not measured yet: kernels/NOTES.md has what was predicted.
+DEQUANTIZED = Dequantized(4, 8, 4)
 
 
 def int4_matmul_reference(
@@ -45,37 +57,69 @@ def int4_matmul_reference(
 
 
 @triton.jit
+def _code(w, bit):
+    """The code at bits `bit` to `bit` + 3 of w, below 23, as fp32: a number of 2^(23 - bit) counts in ones there."""
+    unit = (150 - bit) << 23
+    return ((w & (15 << bit)) | unit).to(tl.float32, bitcast=True) - unit.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_lanes(ptr, at, inside, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """One scale or minimum a lane, at [ROWS * LANES] -> fp32 [ROWS, 4 * LANES]: the same for its four words.
+
+    From such a vector, because Triton puts a [ROWS, LANES] load through shared memory.
+    """
+    values = tl.reshape(tl.load(ptr + at, mask=inside).to(tl.float32), [ROWS, LANES, 1])
+    return tl.reshape(tl.broadcast_to(values, [ROWS, LANES, 4]), [ROWS, 4 * LANES])
+
+
+@triton.jit
 def _dequantize_int4_kernel(
-    w_ptr,
-    s_ptr,
-    m_ptr,
-    out_ptr,
+    w_ptr, s_ptr, m_ptr, out_ptr,
+    n,
     K32,  # K / 32
-    G8: tl.constexpr,
-    HAS_MIN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """WORDS words of one row to fp values in out [N, K]."""
-    n = tl.program_id(0).to(tl.int64)
-    words_k = K32 * 4
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    valid = word < words_k
-    group = word // G8
-    w = tl.load(w_ptr + word_offset(n, word, words_k, WHOLE), mask=valid, other=0)
-    scale = scale_offset(n, group, words_k // G8)
-    s = tl.load(s_ptr + scale, mask=valid, other=0).to(tl.float32)
+    G8: tl.constexpr, HAS_MIN: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,  # whole programs: K is a multiple of 128 TILES, n of 16
+    TILES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles of one block of 16 rows to fp values in out [n, K].
+
+    A tile's row has LANES lanes. A lane loads four neighbouring words, 16 bytes; what these hold at one nibble position
+    are eight neighbouring inputs, which it stores in 16 bytes. With 4 lanes it takes the four positions one after the
+    other; with 8 or 16 there are two or four lanes to the same words, each with its own position first, so that what
+    they store together lies in longer pieces: 64 bytes for 4 lanes and groups of 128, the whole row for 16.
+    """
+    ROWS: tl.constexpr = 16 * TILES
+    AT_ONCE: tl.constexpr = LANES // 4  # positions
+    first, block, words_k = tl.program_id(0) * TILES, tl.program_id(1), K32 * 4
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, 4 * LANES)[None, :]
+    tile, word, position = first + row // 16, column // (G8 * AT_ONCE) * G8 + column % G8, column // G8 % AT_ONCE
+
+    lane = tl.arange(0, ROWS * LANES)
+    group = (first + lane // LANES // 16) * (16 // G8) + lane % LANES * 4 // (G8 * AT_ONCE)
+    scale = scale_offset(block * 16 + lane // LANES % 16, group, words_k // G8)
+
+    place = tl.arange(0, 8 * LANES)[None, :]
+    inputs = place // (2 * G8 * AT_ONCE) * (8 * G8) + place % (2 * G8 * AT_ONCE)
+    out = out_ptr + block.to(tl.int64) * (128 * words_k) + (row % 16 * (8 * words_k) + tile * 128 + inputs)
+
+    if EVEN:
+        loaded, scaled, stored = None, None, None
+    else:
+        left = words_k - tile * 16
+        loaded, scaled, stored = word < left, group < words_k // G8, (inputs < 8 * left) & (row % 16 < n - block * 16)
+    at = tile_offset(block, tile, row % 16, word, words_k, WHOLE)
+    w = tl.load(w_ptr + at, mask=loaded, eviction_policy="evict_first")
+    s = _of_lanes(s_ptr, scale, scaled, ROWS, LANES)
     if HAS_MIN:
-        m = tl.load(m_ptr + scale, mask=valid, other=0).to(tl.float32)
+        m = _of_lanes(m_ptr, scale, scaled, ROWS, LANES)
     else:
         m = -8 * s
-    for p in tl.static_range(4):
-        even = 2 * (group * (4 * G8) + p * G8 + word % G8)
-        low = ((w >> (4 * p)) & 15).to(tl.float32) * s + m
-        high = ((w >> (16 + 4 * p)) & 15).to(tl.float32) * s + m
-        both = tl.interleave(low, high).to(out_ptr.dtype.element_ty)
-        at = tl.interleave(even, even + 1)
-        tl.store(out_ptr + n * (words_k * 8) + at, both, mask=tl.interleave(valid.to(tl.int32), valid.to(tl.int32)) > 0)
+    for p in tl.static_range(0, 4, AT_ONCE):
+        bit = 4 * (p + position)
+        low, high = tl.fma(_code(w, bit), s, m), tl.fma(_code(w >> 12, bit + 4), s, m)
+        both = tl.reshape(tl.join(low, high), [ROWS, 8 * LANES])
+        tl.store(out + 2 * G8 * p, both.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 def int4_matmul(
@@ -277,7 +321,9 @@ def few_tokens_options(
     }
 
 
-def dequantize_int4(qweight: Tensor, scales: Tensor, mins: Tensor | None, out: Tensor) -> Tensor:
+def dequantize_int4(
+    qweight: Tensor, scales: Tensor, mins: Tensor | None, out: Tensor, *, settings: Dequantized = DEQUANTIZED
+) -> Tensor:
     """The matrix itself into `out` [N, K] (bf16 or fp16), one rounding from fp32.
 
     Raises:
@@ -286,8 +332,24 @@ def dequantize_int4(qweight: Tensor, scales: Tensor, mins: Tensor | None, out: T
     n, words = out.shape[0], qweight.shape[1]
     if out.shape != (n, words * 8) or padded_rows(n) != qweight.shape[0]:
         raise ValueError(f"dequantize_int4: got out {list(out.shape)}, wanted {[qweight.shape[0], words * 8]}")
-    _dequantize_int4_kernel[(n, triton.cdiv(words, 256))](
-        qweight, scales, scales if mins is None else mins, out, words // 4,
-        G8=words // scales.shape[1], HAS_MIN=mins is not None, WHOLE=words % 16 == 0, WORDS=256, num_warps=4,
-    )  # fmt: skip
+    launch = dequantize_options(n, words * 8, words * 8 // scales.shape[1], mins is not None, settings)
+    _dequantize_int4_kernel[(triton.cdiv(words, 16 * settings.tiles), qweight.shape[0] // TILE_ROWS)](
+        qweight, scales, scales if mins is None else mins, out, n, words // 4, **launch
+    )
     return out
+
+
+def dequantize_options(
+    n: int, k: int, group_size: int, has_min: bool, settings: Dequantized = DEQUANTIZED
+) -> dict[str, Any]:
+    """The constants of its kernel."""
+    tiles, lanes, warps = settings
+    return {
+        "G8": group_size // 8,
+        "HAS_MIN": has_min,
+        "WHOLE": k % 128 == 0,
+        "EVEN": k % (128 * tiles) == 0 and n % TILE_ROWS == 0,
+        "TILES": tiles,
+        "LANES": lanes,
+        "num_warps": warps,
+    }

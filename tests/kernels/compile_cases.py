@@ -3,8 +3,9 @@
 `CASES` is the registry: a new kernel adds its own lines. tests/kernels/test_compile.py reads it and runs this file in a
 process of its own (where TRITON_INTERPRET is set, `triton.jit` gives functions that cannot be compiled). Run as a
 script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers",
-"fragments", "word_loads", "unwritten"} or {"error"}}. fragments: the layouts of what instructions for tensor cores in
-inline PTX take and give; word_loads: how a program loads what it reads only once; unwritten: see there.
+"fragments", "word_loads", "stores", "unwritten"} or {"error"}}. fragments: the layouts of what instructions for tensor
+cores in inline PTX take and give; word_loads: how a program loads what it reads only once; stores: how it writes;
+unwritten: see there.
 """
 
 import functools
@@ -288,14 +289,20 @@ def _sampling_cases() -> list[Case]:
 def _product_cases() -> list[Case]:
     """INT8 rows, and an INT4 matrix itself."""
     cases = []
-    for group, has_min, n, k in ((128, False, 5120, 27648), (32, True, 1536, 576)):
-        name = f"{n} x {k} groups of {group}{' with min' if has_min else ''}"
+    for group, has_min, scales, n, k in (
+        (128, False, "fp16", 5120, 27648),
+        (128, True, "fp32", 17408, 5120),
+        (64, False, "fp16", 5120, 14336),
+        (32, True, "fp16", 1536, 576),
+    ):
+        launch = int4_matmul.dequantize_options(n, k, group, has_min)
         cases.append(
             Case(
-                f"dequantize_int4 {name}",
+                f"dequantize_int4 {n} x {k} groups of {group}{' with min' if has_min else ''}, {scales}",
                 "int4_matmul._dequantize_int4_kernel",
-                "*i32 *fp16 *fp16 *bf16 i32",
-                {"G8": group // 8, "HAS_MIN": has_min, "WHOLE": k % 128 == 0, "WORDS": 256},
+                f"*i32 *{scales} *{scales} *bf16 i32:16 i32",
+                launch,
+                launch.pop("num_warps"),
             )
         )
     pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 0}
@@ -510,6 +517,7 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
         "specialized": sorted(set(free) & set(VARYING)),
         "fragments": _fragments(compiled.asm["ttgir"]),
         "word_loads": _word_loads(compiled.asm["ptx"]),
+        "stores": sorted(set(re.findall(r"st\.global\S*", compiled.asm["ptx"]))),
         "unwritten": unwritten(_tool("nvdisasm", "-c", compiled.asm["cubin"]))
         if "wgmma" in compiled.asm["ptx"]
         else [],
