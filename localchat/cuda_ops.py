@@ -184,13 +184,19 @@ class CudaOps(ReferenceOps):
         return y if residual is None else residual + y
 
     def _dense(self, linear: "Linear") -> Tensor:
-        """The matrix in bf16 [N, K], in scratch that all share: it grows to the largest one that a prefill needs."""
+        """The matrix in bf16 [N, K], in scratch that all share: it grows to the largest one that a prefill needs.
+
+        A graph has memory of its own, as what grows moves.
+        """
         if linear.bits == 16:
             return linear.weight
         n, k = linear.weight.shape if linear.bits == 8 else (linear.rows, linear.qweight.shape[1] * 8)
-        if n * k > self._scratch.numel():
-            self._scratch = torch.empty(n * k, dtype=torch.bfloat16, device=self._scratch.device)
-        out = self._scratch[: n * k].view(n, k)
+        if torch.cuda.is_current_stream_capturing():
+            out = torch.empty(n, k, dtype=torch.bfloat16, device=self._scratch.device)
+        else:
+            if n * k > self._scratch.numel():
+                self._scratch = torch.empty(n * k, dtype=torch.bfloat16, device=self._scratch.device)
+            out = self._scratch[: n * k].view(n, k)
         if linear.bits == 8:
             return dequantize_int8(linear.weight, linear.scales, out)
         return dequantize_int4(linear.qweight, linear.scales, linear.mins, out)
