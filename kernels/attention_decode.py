@@ -71,6 +71,7 @@ def _attention_decode_kernel(
     ROTARY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,  # a part is a multiple of so many keys, itself one of BLOCK_N
     ROWS: tl.constexpr,  # a power of two >= GROUP
     AT_ONCE: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -86,7 +87,7 @@ def _attention_decode_kernel(
 
     # Before the wait: the position and the rows of earlier tokens are older than this step, the norms never change.
     position = tl.load(positions_ptr).to(tl.int32)
-    part = tl.cdiv(tl.cdiv(position + 1, splits), BLOCK_N) * BLOCK_N
+    part = tl.cdiv(tl.cdiv(position + 1, splits), PART) * PART
     used = tl.cdiv(position + 1, part)
     newest = split == used - 1  # the part that ends with this token
     start = split * part
@@ -241,6 +242,7 @@ def attention_decode(
         ROTARY=cos.shape[1],
         BLOCK_M=max(16, rows),
         BLOCK_N=block_n,
+        PART=block_n,
         ROWS=rows,
         AT_ONCE=parts_at_once(splits, rows, head_dim),
         WIDEN=not keys.is_cuda,
