@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.attention import attention_prefill
-from localchat.kernels.attention_decode import attention_decode
+from localchat.kernels.attention_decode import attention_decode, decode_splits
 from localchat.kernels.attention_slabs import slabs_for
 from localchat.kernels.cards import card_of
 from localchat.kernels.gated_delta_net_decode import StepProduct, gated_delta_net_decode
@@ -102,7 +102,7 @@ class CudaOps(ReferenceOps):
         qkv, gate = split_gate(qkv, keys) if gated else (qkv, None)
         angles = (rope.cos, rope.sin, rope.positions)
         if qkv.shape[0] == 1:
-            splits = max(1, self._multiprocessors // keys.shape[0])
+            splits = decode_splits(keys, self._multiprocessors)
             heads = (qkv, q_weight, k_weight, eps, *angles, keys, values)
             counters = self._arrivals
             return attention_decode(*heads, splits=splits, arrivals=counters, gate=gate, scales=scales, units=True)

@@ -146,6 +146,10 @@ def _attention_cases() -> list[Case]:
 
 def _attention_decode_cases() -> list[Case]:
     """The same models; splits as on an H200, and one. fp32 caches too, which no card has."""
+    return [case for archs in (HOPPER, OTHERS) for case in _attention_decode_cases_of(archs)]
+
+
+def _attention_decode_cases_of(archs: tuple[int, ...]) -> list[Case]:
     cases = []
     shapes = [
         (d, rotary, group, splits, kv)
@@ -155,11 +159,13 @@ def _attention_decode_cases() -> list[Case]:
     shapes += [(64, 64, 7, 66, "fp32"), (256, 64, 6, 1, "bf16"), (128, 128, 32, 1, "i8"), (128, 128, 16, 66, "bf16")]
     for d, rotary, group, splits, kv in shapes:
         size = {"fp32": 4, "bf16": 2, "i8": 1}[kv]
-        block_n, warps = attention_decode.decode_blocks(d, size)
+        blocks = attention_decode.decode_blocks(d, size, archs[0] // 10)
+        splits *= blocks.programs if splits > 1 else 1
         rows = 1 << (group - 1).bit_length()
         launch = {"GROUP": group, "D": d, "ROTARY": rotary, "INT8": kv == "i8", "WIDEN": False, "UNITS": True}
         launch |= {"NORM": group > 5, "GATED": d == 256, "ONE": splits == 1, "BLOCK_M": max(16, rows), "ROWS": rows}
-        launch |= {"BLOCK_N": block_n, "AT_ONCE": attention_decode.parts_at_once(splits, rows, d)}
+        launch |= {"BLOCK_N": blocks.keys, "PART": max(64, blocks.keys)}
+        launch |= {"AT_ONCE": attention_decode.parts_at_once(splits, rows, d)}
         launch |= {} if kv == "i8" else {"key_scales_ptr": None, "value_scales_ptr": None}
         launch |= {} if group > 5 else {"q_norm_ptr": None, "k_norm_ptr": None}
         launch |= {} if d == 256 else {"gate_ptr": None}
@@ -173,8 +179,9 @@ def _attention_decode_cases() -> list[Case]:
                 "attention_decode._attention_decode_kernel",
                 signature,
                 launch,
-                num_warps=warps,
-                num_stages=2,
+                blocks.warps,
+                blocks.stages,
+                archs,
             )
         )
     return cases
