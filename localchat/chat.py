@@ -118,7 +118,7 @@ class Chat:
         self.messages: list[dict[str, Any]] = []
         self._open: OpenAnswer | None = None  # of the last turn, where it can be resumed
         self._answer_now = False
-        self._boundaries: list[int] = []  # where snapshots were taken of what the engine holds
+        self._boundaries: list[int] = []  # of this chat's turns, in what the engine holds or has held
 
     def clear(self) -> None:
         """Forget all turns; the system prompt stays."""
@@ -287,6 +287,19 @@ class Chat:
             nearest = min(histories, key=lambda history: _common_prefix(text, _text(history)))
         return min(_common_prefix(prompt, self.tokenizer.encode(nearest)), len(prompt) - 1)
 
+    def _boundary_before(self, reusable: int) -> int:
+        """Where the turn before the last question has its boundary, if that is in the first `reusable` ids; else 0.
+
+        Of a turn that this chat has taken itself it is known; this is for those of a conversation that was loaded.
+        """
+        answers = [n for n, message in enumerate(self.messages[:-1]) if message["role"] == "assistant"]
+        if not answers:
+            return 0
+        asked = self.messages[: answers[-1]]
+        rendered = self._render(asked)
+        boundary = self._boundary(asked, rendered, self.tokenizer.encode(rendered))
+        return boundary if boundary <= reusable else 0
+
     def _render_or_none(self, messages: Sequence[dict[str, Any]], *, open: bool) -> "list[Segment] | None":
         try:
             return self._render(messages, open=open)
@@ -301,10 +314,11 @@ class Chat:
         reusable = _common_prefix(self.engine.ids, turn.prompt)
         if reusable == len(turn.prompt) and not (self.engine.ready and reusable == len(self.engine.ids)):
             reusable -= 1
-        expected = max((boundary for boundary in self._boundaries if boundary <= reusable), default=0)
+        self._boundaries = [boundary for boundary in self._boundaries if boundary <= reusable]
         turn.cached = self.engine.rewind(reusable)
-        turn.reread = max(0, expected - turn.cached)
-        self._boundaries = [boundary for boundary in self._boundaries if boundary <= turn.cached]
+        if turn.cached < reusable:
+            expected = max(self._boundaries) if self._boundaries else self._boundary_before(reusable)
+            turn.reread = max(0, expected - turn.cached)
         if turn.boundary is not None:
             self._boundaries.append(turn.boundary)
         for done in self.engine.prefill(turn.prompt[turn.cached :], turn.boundary):
