@@ -118,6 +118,7 @@ class Chat:
         self.messages: list[dict[str, Any]] = []
         self._open: OpenAnswer | None = None  # of the last turn, where it can be resumed
         self._answer_now = False
+        self._encoded: tuple[list[Segment], list[int]] = ([], [])  # the last prompt, as text and as ids
         self._boundaries: list[int] = []  # of this chat's turns, in what the engine holds or has held
 
     def clear(self) -> None:
@@ -127,6 +128,7 @@ class Chat:
     def change_model(self, engine: Engine, tokenizer: "Tokenizer", template: "ChatTemplate") -> None:
         """Go on with another model, which reads the conversation at its first turn."""
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
+        self._encoded = ([], [])
         self._boundaries = []
         self._open = None
 
@@ -253,7 +255,9 @@ class Chat:
         """The turn that answers the last of `messages`."""
         self._answer_now = False
         rendered = self._render(messages)
-        prompt = self._fitting(self.tokenizer.encode(rendered))
+        prompt = self.tokenizer.encode_beside(rendered, *self._encoded)
+        self._encoded = (rendered, prompt)
+        self._fitting(prompt)
         boundary = self._boundary(messages, rendered, prompt) if self.engine.recurrent else None
         return Turn(self.engine, prompt, boundary, started)
 
@@ -285,7 +289,8 @@ class Chat:
         if any(history != nearest for history in histories):
             text = _text(rendered)
             nearest = min(histories, key=lambda history: _common_prefix(text, _text(history)))
-        return min(_common_prefix(prompt, self.tokenizer.encode(nearest)), len(prompt) - 1)
+        ids = self.tokenizer.encode_beside(nearest, rendered, prompt)
+        return min(_common_prefix(prompt, ids), len(prompt) - 1)
 
     def _boundary_before(self, reusable: int) -> int:
         """Where the turn before the last question has its boundary, if that is in the first `reusable` ids; else 0.
