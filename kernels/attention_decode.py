@@ -271,10 +271,11 @@ def decode_splits(keys: Tensor, multiprocessors: int) -> int:
 
 
 def _blocks_for(keys: Tensor) -> Blocks:
-    return decode_blocks(keys.shape[2], keys.element_size(), capability(keys.device) if keys.is_cuda else 0)
+    kv_heads, _, head_dim = keys.shape
+    return decode_blocks(kv_heads, head_dim, keys.element_size(), capability(keys.device) if keys.is_cuda else 0)
 
 
-def decode_blocks(head_dim: int, element_size: int, major: int) -> Blocks:
+def decode_blocks(kv_heads: int, head_dim: int, element_size: int, major: int) -> Blocks:
     """For a cache whose elements have so many bytes, on a card of compute capability `major`.x.
 
     The best of those measured on an H200 (kernels/NOTES.md), of those that spill nothing, and fit into 99 KB of shared
@@ -285,6 +286,6 @@ def decode_blocks(head_dim: int, element_size: int, major: int) -> Blocks:
     if element_size == 4:
         return Blocks(max(16, min(head_dim, 2048 // head_dim)), 8, 2, 1)
     if major == 9 and head_dim >= 128 and element_size == 2:
-        return Blocks(16384 // head_dim, 8, 3, 1)
+        return Blocks(64 if kv_heads <= 4 else 16384 // head_dim, 8, 3, 1)  # of few heads there are many, short parts
     warps = 8 if head_dim == 128 and major != 9 else 4
     return Blocks(min(head_dim, 8192 // head_dim), warps, 3, 2 if element_size == 1 else 1)

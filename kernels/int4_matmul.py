@@ -298,10 +298,15 @@ def few_tokens_options(
     """The constants of the kernel; dtype: of the scales.
 
     A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better, or if a
-    step is several products: forty of these took 255 registers, 300 bytes of stack and more, and 40 s to compile.
+    step is several products: forty of these took 255 registers, 300 bytes of stack and more, and 40 s to compile. Two
+    forms with eight parts would leave 8 bytes on the stack.
     """
     parts, batch = settings
     wide = dtype != torch.float16
+    if wide:
+        parts = min(parts, 4)
+    elif group_size == 32 and parts > 4 and tokens > 4:
+        batch = min(batch, 2)
     columns = next(t for t in (1, 2, 4, 8) if t >= tokens)
     steps = -(-k // (128 * parts))
     products = 128 // group_size if wide else 1  # of a step: raw, each group has its own

@@ -4,7 +4,7 @@ x [T, K], y [T, N]; weight int8 [N, K], scales fp32 [N], bias [N].
 Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "scaled half", as for the INT4 product:
 
     vector kernel   one token; several, one by one, where the matrix is narrow or rows are not 16-byte pieces.
-    int8_few_tokens 2 to 8 tokens: tensor-core instructions fed from registers.
+    int8_few_tokens 2 to 8 tokens, and one where rows are very many: tensor-core instructions fed from registers.
     many_tokens     up to 512 tokens: codes become fp16 in registers, for `tl.dot`.
     dequantize_int8 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
@@ -25,6 +25,9 @@ from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 # Warps of a program of int8_few_tokens, and tiles that each asks for at once: measured on an H200; see NOTES.md.
 FRAGMENTS = (8, 1)
 FEW_TOKENS = 8
+# Rows from which on one token takes it too, and how: in a step of the 27B 314 us for 353 to 397 (248,320 x 5120), while
+# 152,064 rows take as long either way (H200, 2026-11-30).
+MANY_ROWS, ONE_TOKEN = 200_000, (4, 2)
 WHOLE, BODY = 32, 8  # steps (of 64 inputs a warp) that are written out; more are a loop of so many
 # The vector kernel's rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps'
 # weights are asked for at once.
@@ -155,6 +158,8 @@ def int8_matmul(
     stored = (weight, scales, scales if bias is None else bias, scales if residual is None else residual)
     factors, parts, eps, squares = factor_options(row_scale)
     flags = {"SQUARES": squares, "HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
+    if tokens == 1 and n >= MANY_ROWS:
+        settings = settings or ONE_TOKEN
     several = tokens > 1 or settings is not None
     if several and tokens <= FEW_TOKENS and n > NARROW and k % 16 == 0:
         int8_few_tokens_kernel[(triton.cdiv(n, 16),)](

@@ -156,10 +156,16 @@ def _attention_decode_cases_of(archs: tuple[int, ...]) -> list[Case]:
         for d, rotary, group, splits in ((64, 64, 3, 44), (128, 128, 5, 16), (128, 128, 8, 16), (256, 64, 6, 33))
         for kv in ("bf16", "i8")
     ]
-    shapes += [(64, 64, 7, 66, "fp32"), (256, 64, 6, 1, "bf16"), (128, 128, 32, 1, "i8"), (128, 128, 16, 66, "bf16")]
+    shapes += [
+        (64, 64, 7, 66, "fp32"),
+        (256, 64, 6, 1, "bf16"),
+        (128, 128, 32, 1, "i8"),
+        (128, 128, 16, 66, "bf16"),
+        (128, 128, 7, 33, "bf16"),
+    ]
     for d, rotary, group, splits, kv in shapes:
         size = {"fp32": 4, "bf16": 2, "i8": 1}[kv]
-        blocks = attention_decode.decode_blocks(d, size, archs[0] // 10)
+        blocks = attention_decode.decode_blocks(4 if group == 7 else 8, d, size, archs[0] // 10)
         splits *= blocks.programs if splits > 1 else 1
         rows = 1 << (group - 1).bit_length()
         launch = {"GROUP": group, "D": d, "ROTARY": rotary, "INT8": kv == "i8", "WIDEN": False, "UNITS": True}
@@ -336,7 +342,7 @@ def _int8_few_tokens_cases() -> list[Case]:
         (248320, 5120, 2, int8_matmul.FRAGMENTS),
         (248320, 5120, 4, int8_matmul.FRAGMENTS),
         (248320, 5120, 8, int8_matmul.FRAGMENTS),
-        (248320, 5120, 1, (4, 2)),
+        (248320, 5120, 1, int8_matmul.ONE_TOKEN),
         (151936, 16384, 2, int8_matmul.FRAGMENTS),
         (5120, 27648, 8, int8_matmul.FRAGMENTS),
         (49152, 1424, 8, int8_matmul.FRAGMENTS),
@@ -401,7 +407,11 @@ def _few_tokens_cases() -> list[Case]:
         (128, True, 5120, 5120, "fp16", 1, None),
         (128, True, 55296, 5120, "fp16", 8, None),
         (128, True, 5120, 5120, "fp32", 1, None),
+        (128, False, 5120, 6144, "fp16", 8, None),
+        (32, False, 5120, 6144, "fp16", 8, None),
+        (32, False, 5120, 6144, "fp32", 4, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(8, 2)),
+        (128, False, 6144, 5120, "fp16", 1, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 14336, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 1152, 896, "fp16", 1, None),

@@ -224,8 +224,8 @@ def test_large_scores_do_not_overflow(device: torch.device, relative: Relative, 
 
 def test_settings_fit_what_they_are_for() -> None:
     for head_dim in (16, 64, 128, 256):
-        for size, major in itertools.product((1, 2, 4), (8, 9, 12)):
-            keys, _, stages, programs = decode_blocks(head_dim, size, major)
+        for kv_heads, size, major in itertools.product((1, 8), (1, 2, 4), (8, 9, 12)):
+            keys, _, stages, programs = decode_blocks(kv_heads, head_dim, size, major)
             assert 16 <= keys <= 128
             most = 227_000 if major == 9 else 99_000
             assert 2 * keys * head_dim * size * (stages - 1) * programs < most

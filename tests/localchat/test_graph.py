@@ -74,7 +74,7 @@ def test_a_layer_is_five_launches() -> None:
     layers = names[first + 1 : len(names) - names[::-1].index(product)]
     mixers = [delta_net, delta_net, attention, delta_net]
     assert layers == [product] * 3 + [name for mixer in mixers for name in (product, mixer, *[product] * 3)]
-    assert names.count("_int8_gemv_kernel") == 1  # the head
+    assert names.count("int8_few_tokens_kernel") == 1  # the head
 
 
 @INT8_OR_NOT

@@ -70,19 +70,20 @@ def test_what_is_measured_is_chosen() -> None:
         if trial.fragments == Fragments(4, 2):
             return None  # out of resources
         if trial.fragments:
-            good = Fragments(8, 2) if trial.k > 16384 else Fragments(2, 5) if trial.n == 16 * 256 else Fragments(4, 5)
+            good = Fragments(8, 2) if trial.k > 16384 else Fragments(2, 5) if trial.n == 16 * 358 else Fragments(4, 5)
             return 1e-5 if trial.fragments == good else 2e-5
         return 1e-4 if trial.dense else 1e-6 * trial.tokens
 
     found = measure(Card(128, DEFAULT), watch)
     assert found is not None
     assert found.settings == cards.Settings(
-        few=Fragments(2, 5), tail=Fragments(4, 5), many=Fragments(4, 5), long=Fragments(8, 2), crossover=64
+        fewest=Fragments(4, 5), few=Fragments(2, 5), tail=Fragments(4, 5), many=Fragments(4, 5), long=Fragments(8, 2),
+        crossover=64,
     )  # fmt: skip
     times = dict(found.trials)
     assert times["long: 8 parts, batch 2; 5120 x 17408, 1 tokens"] == pytest.approx(10.0)
-    assert len(found.trials) == 4 * 5 + 2 * 2
-    assert [us for what, us in found.trials if "4 parts, batch 2" in what] == [None] * 4
+    assert len(found.trials) == 5 * 6 + 2 * 2
+    assert [us for what, us in found.trials if "4 parts, batch 2" in what] == [None] * 5
 
 
 @pytest.mark.parametrize(
