@@ -235,6 +235,7 @@ def _attention_prefill_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     kv_head = tl.program_id(1)
     before = tl.load(positions_ptr).to(tl.int32)  # the cached prefix
+    behind = tl.load(positions_ptr + tokens - 1).to(tl.int32) + 1
     d, column = tl.arange(0, D), tl.arange(0, BLOCK_N)
     row = first_row + tl.arange(0, BLOCK_M)
     real = row < tokens * GROUP
@@ -253,12 +254,12 @@ def _attention_prefill_kernel(
     m = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, for rows that see nothing of a part
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-    everyone_sees = (before + first_token + 1) // BLOCK_N * BLOCK_N
-    length = before + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, tokens)
+    everyone_sees = tl.minimum(before + first_token + 1, behind) // BLOCK_N * BLOCK_N
+    length = tl.minimum(before + (first_row + BLOCK_M - 1) // GROUP + 1, behind)
     start = 0
     if CUT:
         split, splits = tl.program_id(2), tl.num_programs(2)
-        last = tl.minimum(last, before + tokens)
+        last = tl.minimum(last, behind)
         size = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
         start = first + split * size
         last = tl.minimum(last, start + size)
@@ -313,7 +314,8 @@ def attention_prefill(
     which are INT8 then. slabs: INT8 keys and values are dequantised once, and not by each program; its length is the
     last position and one, and q is in its memory's dtype (fp16). The output is in `dtype`: fp32, bf16, or fp16 divided
     by UNIT (kernels/scaled_half.py), as a packed product behind it takes it.
-    Positions are those of consecutive tokens; only the first is read. Where there are fewer programs than a card has
+    Positions are those of consecutive tokens, of which only the first and the last are read; behind them the last one
+    may come again (kernels/padding.py). Where there are fewer programs than a card has
     multiprocessors, each takes a part of the context, and one launch more puts the parts together (attention_parts.py),
     as it does with those of several slabs. The result depends on the inputs and the number of parts alone, bit for bit.
 

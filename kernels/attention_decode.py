@@ -18,6 +18,7 @@ serves every length. There is one program per KV head and part.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from localchat.kernels.attention import LOG2_E, check_heads, load_rows, row_scal
 from localchat.kernels.attention_parts import leave, parts_at_once, together
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
-from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+from localchat.kernels.pdl import capability, let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.rope_kv_write import check_rope_kv_write, partner_of, quantized, turned
+
+_PART = 64  # keys; shorter parts are more for the last program to put together than the others save
 
 
 @triton.jit
@@ -71,6 +74,7 @@ def _attention_decode_kernel(
     ROTARY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,  # a part is a multiple of so many keys, itself one of BLOCK_N
     ROWS: tl.constexpr,  # a power of two >= GROUP
     AT_ONCE: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -86,7 +90,7 @@ def _attention_decode_kernel(
 
     # Before the wait: the position and the rows of earlier tokens are older than this step, the norms never change.
     position = tl.load(positions_ptr).to(tl.int32)
-    part = tl.cdiv(tl.cdiv(position + 1, splits), BLOCK_N) * BLOCK_N
+    part = tl.cdiv(tl.cdiv(position + 1, splits), PART) * PART
     used = tl.cdiv(position + 1, part)
     newest = split == used - 1  # the part that ends with this token
     start = split * part
@@ -222,7 +226,7 @@ def attention_decode(
     check_tensor(f"{what}: arrivals", arrivals, (torch.int32,), (None,))
     if arrivals.shape[0] < kv_heads:
         raise ValueError(f"{what}: got {arrivals.shape[0]} arrivals, wanted one per KV head")
-    block_n, warps = decode_blocks(head_dim, keys.element_size())
+    blocks = _blocks_for(keys)
     rows = triton.next_power_of_2(group)
     parts = torch.empty(kv_heads, splits, group, head_dim, dtype=torch.float32, device=keys.device)
     stats = torch.empty(kv_heads, splits, group, 2, dtype=torch.float32, device=keys.device)
@@ -240,22 +244,48 @@ def attention_decode(
         D=head_dim,
         ROTARY=cos.shape[1],
         BLOCK_M=max(16, rows),
-        BLOCK_N=block_n,
+        BLOCK_N=blocks.keys,
+        PART=max(_PART, blocks.keys),
         ROWS=rows,
         AT_ONCE=parts_at_once(splits, rows, head_dim),
         WIDEN=not keys.is_cuda,
-        num_warps=warps,
-        num_stages=2,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
         **pdl_options(keys),
     )
     return out
 
 
-def decode_blocks(head_dim: int, element_size: int) -> tuple[int, int]:
-    """Keys of a block, and warps: tiles of 32 KB, of which keys and values of the first are in flight before the wait.
+class Blocks(NamedTuple):
+    """Keys of a block, warps, stages of the loop over them, and programs for which a multiprocessor has room."""
 
-    element_size: bytes of an element of the cache. Codes are widened in registers, and fp32 has no tensor cores: of
-    these as much as does not spill. Of heads of 64, 64 keys, so that a short context has enough parts.
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def decode_splits(keys: Tensor, multiprocessors: int) -> int:
+    """Parts of the context for a cache [Hkv, S, D]: one for each program that a card has room for."""
+    return max(1, _blocks_for(keys).programs * multiprocessors // keys.shape[0])
+
+
+def _blocks_for(keys: Tensor) -> Blocks:
+    kv_heads, _, head_dim = keys.shape
+    return decode_blocks(kv_heads, head_dim, keys.element_size(), capability(keys.device) if keys.is_cuda else 0)
+
+
+def decode_blocks(kv_heads: int, head_dim: int, element_size: int, major: int) -> Blocks:
+    """For a cache whose elements have so many bytes, on a card of compute capability `major`.x.
+
+    The best of those measured on an H200 (kernels/NOTES.md), of those that spill nothing, and fit into 99 KB of shared
+    memory but on Hopper. With three stages a block's copies are under way while the one before is worked on. Codes are
+    widened in registers, which takes longer than their bytes: so there are two programs for each multiprocessor. fp32
+    has no tensor cores: as much as does not spill.
     """
-    tile = {4: 8192, 2: 32768, 1: 16384}[element_size]
-    return max(16, min(128, head_dim, tile // (head_dim * element_size))), 8
+    if element_size == 4:
+        return Blocks(max(16, min(head_dim, 2048 // head_dim)), 8, 2, 1)
+    if major == 9 and head_dim >= 128 and element_size == 2:
+        return Blocks(64 if kv_heads <= 4 else 16384 // head_dim, 8, 3, 1)  # of few heads there are many, short parts
+    warps = 8 if head_dim == 128 and major != 9 else 4
+    return Blocks(min(head_dim, 8192 // head_dim), warps, 3, 2 if element_size == 1 else 1)

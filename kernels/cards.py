@@ -1,8 +1,9 @@
 """How kernels are launched on which card: what was measured on it, by the name that torch gives it.
 
 The best launch of the INT4 product depends on how the programs of a matrix (one for 16 rows) meet the
-multiprocessors of a card, of which three or four programs find room on each. So it is kept for four classes of shapes:
+multiprocessors of a card, of which three or four programs find room on each. So it is kept for five classes of shapes:
 
+    fewest  two and a half programs a multiprocessor, or less
     few     all programs find room at once, three a multiprocessor
     tail    three a multiprocessor would leave a few programs for later
     many    very many programs
@@ -18,10 +19,10 @@ from typing import NamedTuple
 import torch
 
 LONG = 16384  # K from which on a matrix is of the class "long"
-CLASSES = ("few", "tail", "many", "long")
+CLASSES = ("fewest", "few", "tail", "many", "long")
 # What stored measurements are measurements of: raise it where kernels, or the meaning of a setting, change so much that
 # a choice made before means nothing.
-REVISION = 2
+REVISION = 3
 
 
 class Fragments(NamedTuple):
@@ -38,6 +39,7 @@ class Settings:
     crossover: tokens of a step above which matrices are dequantised for the library's dense product.
     """
 
+    fewest: Fragments
     few: Fragments
     tail: Fragments
     many: Fragments
@@ -60,11 +62,12 @@ class Card:
 
 
 DEFAULT = Settings(
-    few=Fragments(4, 5), tail=Fragments(4, 2), many=Fragments(4, 3), long=Fragments(4, 2), crossover=32
+    fewest=Fragments(8, 3), few=Fragments(4, 5), tail=Fragments(4, 2), many=Fragments(4, 3), long=Fragments(4, 2),
+    crossover=512,
 )  # fmt: skip
 # Before 9.0 nothing holds loads in batches where they are asked for (int4_few_tokens.py), and with five of them some
 # shapes leave 8 bytes on the stack (Triton 3.6, sm_86 and 89).
-OLDER = replace(DEFAULT, few=Fragments(4, 2), many=Fragments(4, 2))
+OLDER = replace(DEFAULT, fewest=Fragments(4, 2), few=Fragments(4, 2), many=Fragments(4, 2))
 # `localchat doctor --tune` prints what a line is made from.
 TABLE = {
     "NVIDIA H200": Card(132, DEFAULT, "measured 2026-11-30 with scripts/bench_kernels (kernels/NOTES.md)"),
@@ -77,6 +80,8 @@ def shape_class(n: int, k: int, multiprocessors: int) -> str:
     if k >= LONG:
         return "long"
     programs = n // 16
+    if 2 * programs <= 5 * multiprocessors:
+        return "fewest"
     if programs <= 3 * multiprocessors:
         return "few"
     return "tail" if programs <= 4 * multiprocessors else "many"

@@ -31,6 +31,7 @@ from localchat.kernels.checks import check_tensor
 from localchat.kernels.gated_delta_net import L2_EPS, check_gated_delta_net, step_and_decay
 from localchat.kernels.gated_delta_net_decode import decode_warps, key_width, over_keys
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.padding import real_tokens
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import in_units
 
@@ -207,6 +208,7 @@ def _few_tokens_kernel(
     wait_for_previous(PDL)
 
     rows = scratch_ptr + head * tokens * ROW
+    tokens = real_tokens(positions_ptr, tokens)
     b = tl.load(ba_ptr + t * BA_STRIDE + head, mask=t < tokens, other=0.0).to(tl.float32)
     a = tl.load(ba_ptr + t * BA_STRIDE + heads + head, mask=t < tokens, other=0.0).to(tl.float32)
     vz_channel = v_channel + j // DV * (heads * DV)
@@ -257,7 +259,7 @@ def gated_delta_net_few_tokens(
 ) -> Tensor:
     """qkvz [T, C + V], ba [T, 2 nv], positions int64 [T] with T at most MOST_TOKENS -> fp32 [T, V].
 
-    Both states move on in place.
+    Both states move on in place, by rows that fill up (kernels/padding.py) not at all; their output is not written.
 
     units: fp16 and divided by UNIT instead (kernels/scaled_half.py), as the product behind it takes it.
 

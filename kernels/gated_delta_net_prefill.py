@@ -21,8 +21,8 @@ Operands of the tensor cores are fp16: 11 bits of mantissa at the price of bf16'
 2.5e-3; tf32 has as many at half the speed and twice the shared memory. q and k are at most 1; inverse, P and the
 products in between stay small (with beta and decays below 1 an update never lengthens the state); v is scaled by a
 power of two per token, R and S per tile, exactly. Sums are fp32. What lies between the launches is of whole chunks,
-with zeros behind the end. Moves, beside qkvz and the output, 4 bytes per element of q, k and v, 8 of o, and 512 bytes
-per token and value head for inverse and P.
+with zeros behind the last token. Moves, beside qkvz and the output, 4 bytes per element of q, k and v, 8 of o, and 512
+bytes per token and value head for inverse and P.
 """
 
 import torch
@@ -32,6 +32,7 @@ from localchat.kernels.activations import silu
 from localchat.kernels.checks import FLOATS
 from localchat.kernels.gated_delta_net import CHUNK, L2_EPS, check_gated_delta_net, step_and_decay
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.padding import real_tokens
 from localchat.kernels.scaled_half import in_units
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -110,6 +111,7 @@ def _conv_kernel(
     same order, where a chunk begins as well: chunks are the whole, bit for bit.
     """
     head, heads = tl.program_id(1), tl.num_programs(1)
+    tokens = real_tokens(positions_ptr, tokens)
     first, d = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)) * LENGTH, tl.arange(0, D)
     channel = first_channel + head * D + d
     rows = qkvz_ptr + first.to(tl.int64)[:, None] * ROW_STRIDE + channel[None, :]
@@ -190,6 +192,7 @@ def _triangle_kernel(
     ba_ptr,
     A_log_ptr,
     dt_bias_ptr,
+    positions_ptr,
     inverse_ptr,
     p_ptr,
     gates_ptr,
@@ -206,7 +209,7 @@ def _triangle_kernel(
     heads = KEY_HEADS * REPEATS
     i, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     token = chunk * CHUNK + i
-    real = token < tokens
+    real = token < real_tokens(positions_ptr, tokens)
     ba = ba_ptr + token.to(tl.int64) * BA_STRIDE + head
     b = tl.load(ba, mask=real, other=0.0).to(tl.float32)
     a = tl.load(ba + heads, mask=real, other=0.0).to(tl.float32)
@@ -332,7 +335,7 @@ def gated_delta_net_prefill(
 ) -> Tensor:
     """qkvz [T, C + V], ba [T, 2 nv], positions int64 [T] -> [T, V] in `dtype`.
 
-    Both states move on in place.
+    Both states move on in place, by rows that fill up (kernels/padding.py) not at all.
 
     dtype: fp32, bf16, or fp16 divided by UNIT (kernels/scaled_half.py), as a packed product behind it takes it.
 
@@ -382,6 +385,7 @@ def gated_delta_net_prefill(
         ba,
         A_log,
         dt_bias,
+        positions,
         inverse,
         p,
         gates,

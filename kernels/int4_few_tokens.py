@@ -1,4 +1,4 @@
-"""The INT4 product for 1 to 64 tokens by tensor cores: see kernels/int4_matmul.py.
+"""The INT4 product for 1 to 8 tokens by tensor cores: see kernels/int4_matmul.py.
 
 A program has 16 rows and PARTS warps; a warp takes every PARTS-th tile of the packed format (16 rows x 128 inputs) and
 the warps add up at the end. Lane 4g + t loads words 4t..4t+3 of rows g and g + 8 and, from x as it lies, the pairs that
@@ -8,8 +8,7 @@ of words, pairs and sums.
 The instruction multiplies with 8 columns of x, where one token needs one. So the columns are 8 / TOKENS tiles of x, of
 all tokens each: column g is token g % TOKENS of tile g // TOKENS. One load of x serves that many tiles of weights, and
 of each product the columns of its own tile count. With one token x costs next to nothing, neither loads nor the sums
-that correct raw codes. More than 8 tokens are SETS of 8, each with a program of its own beside the other: the weights
-come from memory once and from the cache after that.
+that correct raw codes.
 
     raw     groups of 128: the group's scale multiplies what a tile gives; a minimum takes the sum of x
     scaled  groups of 32 and 64, of which a fragment spans several: weights get scale and minimum in fp16 before the
@@ -31,7 +30,7 @@ from localchat.kernels.int4_fragments import raw_product, scaled_product, sums_o
 from localchat.kernels.pdl import let_next_start, wait_for_previous
 from localchat.kernels.scaled_half import factors_of, in_units, load_factors
 
-FEW_TOKENS = 64
+FEW_TOKENS = 8
 
 _LOAD_PAIR = tl.constexpr("ld.relaxed.cta.global.b32 $0, [$1];")
 
@@ -249,8 +248,7 @@ def int4_few_tokens_kernel(
     RAW: tl.constexpr,  # scales after the product; necessary where they are fp32
     WIDE: tl.constexpr,  # scales are fp32
     EVEN: tl.constexpr,  # K is a multiple of 128 PARTS: no masks
-    SETS: tl.constexpr,  # of 8 tokens; a program has one of them
-    TOKENS: tl.constexpr,  # of a set: 1, 2, 4 or 8, at least T
+    TOKENS: tl.constexpr,  # 1, 2, 4 or 8, at least T
     COUNT: tl.constexpr,  # steps of the loop's body; a step is one tile of each part
     REST: tl.constexpr,  # steps that are left after it
     BATCH: tl.constexpr,  # steps whose weights are asked for at once
@@ -258,23 +256,14 @@ def int4_few_tokens_kernel(
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[t, n] = row_scale[t] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for 16 rows and 8 tokens.
+    """y[t, n] = row_scale[t] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for 16 rows.
 
     SWIGLU: y is silu of the even rows times the odd ones, in units of fp16. NORM: besides y, y * gain in units of fp16
     and the sums of its squares, for the product behind the next norm.
     """
     let_next_start(PDL)
     words_k = K32 * 4
-    block, blocks = tl.program_id(0) // SETS, tl.num_programs(0) // SETS
-    if SETS > 1:  # neighbours read the same weights, of which one brings them from memory
-        first = tl.program_id(0) % SETS * 8
-        x_ptr += first * words_k * 8
-        row_scale_ptr += first * parts
-        res_ptr += first * N
-        y_ptr += first * (N // 2 if SWIGLU else N)
-        half_ptr += first * N
-        squares_ptr += first * blocks
-        T = tl.minimum(T - first, 8)
+    block, blocks = tl.program_id(0), tl.num_programs(0)
     steps = tl.cdiv(words_k, 16 * PARTS)
     acc = tl.zeros([PARTS * 8, 16], tl.float32)
     # The first weights are on their way while the kernel before still works.

@@ -3,13 +3,14 @@
 x [T, K], y [T, N]; qweight int32 [N', K/8], scales and mins [N'/16, K/G, 16], bias [N]; N' is N rounded up to 16.
 Bytes moved for one token: N * K / 2 codes + 2 N K / G a scale (twice that with mins); x and y are nothing beside it.
 
-On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor per row. Two kernels share the layout:
+On a GPU x comes as "scaled half" (kernels/scaled_half.py): fp16 and a factor per row. Three kernels share the layout:
 
-    int4_few_tokens 1 to 64 tokens: tensor-core instructions fed from registers, in the order in which words lie.
+    int4_few_tokens 1 to 8 tokens: tensor-core instructions fed from registers, in the order in which words lie.
+    many_tokens     up to 512 tokens: weights become fp16 in registers, for `tl.dot`.
     dequantize_int4 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,23 @@ from torch import Tensor
 from localchat.kernels.cards import Fragments, card_of
 from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
-from localchat.kernels.int4_address import scale_offset, word_offset
+from localchat.kernels.int4_address import scale_offset, tile_offset
 from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
 from localchat.kernels.int4_packing import GROUP_SIZES, TILE_ROWS, dequantize, padded_rows, unpack_scales
+from localchat.kernels.many_tokens import MANY_TOKENS, many_tokens
 from localchat.kernels.pdl import pdl_options
 from localchat.kernels.scaled_half import Squares, factor_options
+
+
+class Dequantized(NamedTuple):
+    """The launch of dequantize_int4: tiles of a program, lanes of a row (4, 8 or 16), warps."""
+
+    tiles: int
+    lanes: int
+    warps: int
+
+
+DEQUANTIZED = Dequantized(2, 16, 4)  # the best of nine on an H200, by 4 % over the worst but one (kernels/NOTES.md)
 
 
 def int4_matmul_reference(
@@ -43,37 +56,69 @@ def int4_matmul_reference(
 
 
 @triton.jit
+def _code(w, bit):
+    """The code at bits `bit` to `bit` + 3 of w, below 23, as fp32: a number of 2^(23 - bit) counts in ones there."""
+    unit = (150 - bit) << 23
+    return ((w & (15 << bit)) | unit).to(tl.float32, bitcast=True) - unit.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_lanes(ptr, at, inside, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """One scale or minimum a lane, at [ROWS * LANES] -> fp32 [ROWS, 4 * LANES]: the same for its four words.
+
+    From such a vector, because Triton puts a [ROWS, LANES] load through shared memory.
+    """
+    values = tl.reshape(tl.load(ptr + at, mask=inside).to(tl.float32), [ROWS, LANES, 1])
+    return tl.reshape(tl.broadcast_to(values, [ROWS, LANES, 4]), [ROWS, 4 * LANES])
+
+
+@triton.jit
 def _dequantize_int4_kernel(
-    w_ptr,
-    s_ptr,
-    m_ptr,
-    out_ptr,
+    w_ptr, s_ptr, m_ptr, out_ptr,
+    n,
     K32,  # K / 32
-    G8: tl.constexpr,
-    HAS_MIN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """WORDS words of one row to fp values in out [N, K]."""
-    n = tl.program_id(0).to(tl.int64)
-    words_k = K32 * 4
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    valid = word < words_k
-    group = word // G8
-    w = tl.load(w_ptr + word_offset(n, word, words_k, WHOLE), mask=valid, other=0)
-    scale = scale_offset(n, group, words_k // G8)
-    s = tl.load(s_ptr + scale, mask=valid, other=0).to(tl.float32)
+    G8: tl.constexpr, HAS_MIN: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,  # whole programs: K is a multiple of 128 TILES, n of 16
+    TILES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles of one block of 16 rows to fp values in out [n, K].
+
+    A tile's row has LANES lanes. A lane loads four neighbouring words, 16 bytes; what these hold at one nibble position
+    are eight neighbouring inputs, which it stores in 16 bytes. With 4 lanes it takes the four positions one after the
+    other; with 8 or 16 there are two or four lanes to the same words, each with its own position first, so that what
+    they store together lies in longer pieces: 64 bytes for 4 lanes and groups of 128, the whole row for 16.
+    """
+    ROWS: tl.constexpr = 16 * TILES
+    AT_ONCE: tl.constexpr = LANES // 4  # positions
+    first, block, words_k = tl.program_id(0) * TILES, tl.program_id(1), K32 * 4
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, 4 * LANES)[None, :]
+    tile, word, position = first + row // 16, column // (G8 * AT_ONCE) * G8 + column % G8, column // G8 % AT_ONCE
+
+    lane = tl.arange(0, ROWS * LANES)
+    group = (first + lane // LANES // 16) * (16 // G8) + lane % LANES * 4 // (G8 * AT_ONCE)
+    scale = scale_offset(block * 16 + lane // LANES % 16, group, words_k // G8)
+
+    place = tl.arange(0, 8 * LANES)[None, :]
+    inputs = place // (2 * G8 * AT_ONCE) * (8 * G8) + place % (2 * G8 * AT_ONCE)
+    out = out_ptr + block.to(tl.int64) * (128 * words_k) + (row % 16 * (8 * words_k) + tile * 128 + inputs)
+
+    if EVEN:
+        loaded, scaled, stored = None, None, None
+    else:
+        left = words_k - tile * 16
+        loaded, scaled, stored = word < left, group < words_k // G8, (inputs < 8 * left) & (row % 16 < n - block * 16)
+    at = tile_offset(block, tile, row % 16, word, words_k, WHOLE)
+    w = tl.load(w_ptr + at, mask=loaded, eviction_policy="evict_first")
+    s = _of_lanes(s_ptr, scale, scaled, ROWS, LANES)
     if HAS_MIN:
-        m = tl.load(m_ptr + scale, mask=valid, other=0).to(tl.float32)
+        m = _of_lanes(m_ptr, scale, scaled, ROWS, LANES)
     else:
         m = -8 * s
-    for p in tl.static_range(4):
-        even = 2 * (group * (4 * G8) + p * G8 + word % G8)
-        low = ((w >> (4 * p)) & 15).to(tl.float32) * s + m
-        high = ((w >> (16 + 4 * p)) & 15).to(tl.float32) * s + m
-        both = tl.interleave(low, high).to(out_ptr.dtype.element_ty)
-        at = tl.interleave(even, even + 1)
-        tl.store(out_ptr + n * (words_k * 8) + at, both, mask=tl.interleave(valid.to(tl.int32), valid.to(tl.int32)) > 0)
+    for p in tl.static_range(0, 4, AT_ONCE):
+        bit = 4 * (p + position)
+        low, high = tl.fma(_code(w, bit), s, m), tl.fma(_code(w >> 12, bit + 4), s, m)
+        both = tl.reshape(tl.join(low, high), [ROWS, 8 * LANES])
+        tl.store(out + 2 * G8 * p, both.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 def int4_matmul(
@@ -88,6 +133,7 @@ def int4_matmul(
     rows: int | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    arrivals: Tensor | None = None,
     settings: Fragments | None = None,
     use_ptx: bool | None = None,
 ) -> Tensor:
@@ -95,16 +141,30 @@ def int4_matmul(
 
     bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
-    settings: None: the card's (cards.py). use_ptx: the kernel's inline PTX or its plain twin; None: PTX on CUDA, where
-    the interpreter has none.
+    arrivals: see many_tokens.py. settings: of few tokens; None: the card's (cards.py). use_ptx: the kernels' inline PTX
+    or its plain twin; None: PTX on CUDA, where the interpreter has none.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together, or there are more than 64 tokens.
+        ValueError: shapes or dtypes do not belong together, or there are more tokens than `takes` says yes to.
     """
     n = qweight.shape[0] if rows is None else rows
     y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device) if out is None else out
-    _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, settings=settings, use_ptx=use_ptx)
+    if x.shape[0] <= FEW_TOKENS:
+        _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, settings=settings, use_ptx=use_ptx)
+        return y
+    if not takes(x.shape[0], scales):
+        raise ValueError(
+            f"int4_matmul: got {x.shape[0]} tokens, scales {scales.dtype}, wanted what `takes` says yes to"
+        )
+    _arguments(x, qweight, scales, mins, bias, residual, n)
+    stored = (qweight, scales, mins, bias, residual)
+    many_tokens(x, row_scale, *stored, y, arrivals=arrivals, use_ptx=use_ptx)
     return y
+
+
+def takes(tokens: int, scales: Tensor) -> bool:
+    """Whether `int4_matmul` has a kernel for so many tokens: beyond a few, scales must be fp16."""
+    return tokens <= FEW_TOKENS or (tokens <= MANY_TOKENS and scales.dtype == torch.float16)
 
 
 def _launch(
@@ -123,16 +183,16 @@ def _launch(
     swiglu: bool = False,
     behind: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the kernel. behind: gain, half and sums of squares of `int4_matmul_norm`."""
+    """Launch int4_few_tokens. behind: gain, half and sums of squares of `int4_matmul_norm`."""
     tensors, flags = _arguments(x, qweight, scales, mins, bias, residual, n)
     tokens, k = x.shape
     if tokens > FEW_TOKENS:
-        raise ValueError(f"int4_matmul: got {tokens} tokens, wanted up to {FEW_TOKENS}")
+        raise ValueError(f"int4_few_tokens: got {tokens} tokens, wanted up to {FEW_TOKENS}")
     chosen = settings or card_of(x.device).fragments(n, k)
     launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, mins is not None, chosen)
     factors, parts, eps, squares = factor_options(row_scale)
     gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
-    int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS * launch["SETS"],)](
+    int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS,)](
         x, factors, *tensors, y, gain, half, sums, tokens, n, k // 32, parts, eps,
         SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None,
         **flags, **launch, USE_PTX=x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x),
@@ -194,7 +254,7 @@ def int4_matmul_swiglu(
     """As `int4_matmul`, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT.
 
     Raises:
-        ValueError: as `int4_matmul`, or N is odd.
+        ValueError: shapes or dtypes do not belong together, there are more than 8 tokens, or N is odd.
     """
     n = qweight.shape[0] if rows is None else rows
     if n % 2:
@@ -221,7 +281,7 @@ def int4_matmul_norm(
     squares of y.
 
     Raises:
-        ValueError: as `int4_matmul`.
+        ValueError: shapes or dtypes do not belong together, or there are more than 8 tokens.
     """
     tokens, n = residual.shape
     check_tensor("int4_matmul_norm: gain", gain, FLOATS, (n,))
@@ -238,12 +298,16 @@ def few_tokens_options(
     """The constants of the kernel; dtype: of the scales.
 
     A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better, or if a
-    step is several products: forty of these took 255 registers, 300 bytes of stack and more, and 40 s to compile.
+    step is several products: forty of these took 255 registers, 300 bytes of stack and more, and 40 s to compile. Two
+    forms with eight parts would leave 8 bytes on the stack.
     """
     parts, batch = settings
     wide = dtype != torch.float16
-    sets = -(-tokens // 8)
-    columns = next(t for t in (1, 2, 4, 8) if t >= min(tokens, 8))
+    if wide:
+        parts = min(parts, 4)
+    elif group_size == 32 and parts > 4 and tokens > 4:
+        batch = min(batch, 2)
+    columns = next(t for t in (1, 2, 4, 8) if t >= tokens)
     steps = -(-k // (128 * parts))
     products = 128 // group_size if wide else 1  # of a step: raw, each group has its own
     bodies = -(-steps // max(1, max(4, 8 // columns) // products))
@@ -252,7 +316,6 @@ def few_tokens_options(
         "RAW": group_size == 128 or wide,
         "WIDE": wide,
         "EVEN": k % (128 * parts) == 0,
-        "SETS": sets,
         "TOKENS": columns,
         "COUNT": count,
         "REST": steps % count,
@@ -262,7 +325,9 @@ def few_tokens_options(
     }
 
 
-def dequantize_int4(qweight: Tensor, scales: Tensor, mins: Tensor | None, out: Tensor) -> Tensor:
+def dequantize_int4(
+    qweight: Tensor, scales: Tensor, mins: Tensor | None, out: Tensor, *, settings: Dequantized = DEQUANTIZED
+) -> Tensor:
     """The matrix itself into `out` [N, K] (bf16 or fp16), one rounding from fp32.
 
     Raises:
@@ -271,8 +336,24 @@ def dequantize_int4(qweight: Tensor, scales: Tensor, mins: Tensor | None, out: T
     n, words = out.shape[0], qweight.shape[1]
     if out.shape != (n, words * 8) or padded_rows(n) != qweight.shape[0]:
         raise ValueError(f"dequantize_int4: got out {list(out.shape)}, wanted {[qweight.shape[0], words * 8]}")
-    _dequantize_int4_kernel[(n, triton.cdiv(words, 256))](
-        qweight, scales, scales if mins is None else mins, out, words // 4,
-        G8=words // scales.shape[1], HAS_MIN=mins is not None, WHOLE=words % 16 == 0, WORDS=256, num_warps=4,
-    )  # fmt: skip
+    launch = dequantize_options(n, words * 8, words * 8 // scales.shape[1], mins is not None, settings)
+    _dequantize_int4_kernel[(triton.cdiv(words, 16 * settings.tiles), qweight.shape[0] // TILE_ROWS)](
+        qweight, scales, scales if mins is None else mins, out, n, words // 4, **launch
+    )
     return out
+
+
+def dequantize_options(
+    n: int, k: int, group_size: int, has_min: bool, settings: Dequantized = DEQUANTIZED
+) -> dict[str, Any]:
+    """The constants of its kernel."""
+    tiles, lanes, warps = settings
+    return {
+        "G8": group_size // 8,
+        "HAS_MIN": has_min,
+        "WHOLE": k % 128 == 0,
+        "EVEN": k % (128 * tiles) == 0 and n % TILE_ROWS == 0,
+        "TILES": tiles,
+        "LANES": lanes,
+        "num_warps": warps,
+    }

@@ -3,9 +3,9 @@
 x [T, K], y [T, N]; weight int8 [N, K], scales fp32 [N], bias [N].
 Bytes moved for one token: N * K codes + 4 N of scales. On a GPU x comes as "scaled half", as for the INT4 product:
 
-    vector kernel   one token; and up to 16, one by one, where the matrix is narrow.
-    int8_few_tokens 2 to 8 tokens: tensor-core instructions fed from registers.
-    tl.dot          up to some 32 tokens, and few of them where rows are not 16-byte pieces.
+    vector kernel   one token; several, one by one, where the matrix is narrow or rows are not 16-byte pieces.
+    int8_few_tokens 2 to 8 tokens, and one where rows are very many: tensor-core instructions fed from registers.
+    many_tokens     up to 512 tokens: codes become fp16 in registers, for `tl.dot`.
     dequantize_int8 longer prefill: one matrix into bf16 scratch, for the library's dense product.
 """
 
@@ -18,22 +18,24 @@ from localchat.kernels.checks import FLOATS, check_tensor
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int8_codes import exact
 from localchat.kernels.int8_few_tokens import int8_few_tokens_kernel
+from localchat.kernels.many_tokens import many_tokens
 from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 from localchat.kernels.scaled_half import Squares, factor_options, row_factors
 
 # Warps of a program of int8_few_tokens, and tiles that each asks for at once: measured on an H200; see NOTES.md.
 FRAGMENTS = (8, 1)
 FEW_TOKENS = 8
+# Rows from which on one token takes it too, and how: in a step of the 27B 314 us for 353 to 397 (248,320 x 5120), while
+# 152,064 rows take as long either way (H200, 2026-11-30).
+MANY_ROWS, ONE_TOKEN = 200_000, (4, 2)
 WHOLE, BODY = 32, 8  # steps (of 64 inputs a warp) that are written out; more are a loop of so many
 # The vector kernel's rows a program, inputs a step, warps: measured on an H200 2026-11-30; see NOTES.md. So many steps'
 # weights are asked for at once.
 GEMV_ROWS, GEMV_K, GEMV_WARPS, GEMV_STEPS = 2, 1024, 2, 8
 # Outputs up to which FEW tokens are taken one by one by programs of their own: a narrow matrix is few programs, which
-# walk over K with one load in flight after the other (tl.dot: 80 rounds of two programs for a delta net's 96 x 5120).
+# walk over K with one load in flight after the other.
 # The weights come from memory once and then from L2.
 NARROW, FEW = 128, 16
-GEMM_K = 64  # with 128, tiles of 64 tokens do not fit into registers
-GEMM_WARPS = 8  # with 4, tiles of 32 tokens and more do not
 
 
 def int8_matmul_reference(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -109,47 +111,6 @@ def _int8_gemv_kernel(
     tl.store(y_ptr + token * N + n, y.to(y_ptr.dtype.element_ty), mask=in_range)
 
 
-@triton.jit(do_not_specialize_on_alignment=["T"])
-def _int8_gemm_kernel(
-    x_ptr,
-    row_scale_ptr,
-    w_ptr,
-    s_ptr,
-    bias_ptr,
-    res_ptr,
-    y_ptr,
-    T,
-    N,
-    K,
-    parts,
-    eps,
-    SQUARES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_row = x_ptr + t.to(tl.int64)[:, None] * K
-    w_row = w_ptr + n.to(tl.int64)[None, :] * K
-    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_row + k[None, :], mask=(t[:, None] < T) & (k < K)[None, :], other=0)
-        w = tl.load(w_row + k[:, None], mask=(k < K)[:, None] & (n[None, :] < N), other=0)
-        acc = tl.dot(x, w.to(tl.float16), acc)  # codes up to 127 are exact in fp16
-    y = acc * row_factors(row_scale_ptr, t, T, parts, K, eps, SQUARES)[:, None]
-    y *= tl.load(s_ptr + n, mask=n < N, other=0)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0).to(tl.float32)[None, :]
-    at = t.to(tl.int64)[:, None] * N + n[None, :]
-    if HAS_RES:
-        y += tl.load(res_ptr + at, mask=(t[:, None] < T) & (n[None, :] < N), other=0).to(tl.float32)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(t[:, None] < T) & (n[None, :] < N))
-
-
 @triton.jit
 def _dequantize_int8_kernel(w_ptr, s_ptr, out_ptr, K, BLOCK_K: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
@@ -168,6 +129,7 @@ def int8_matmul(
     *,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    arrivals: Tensor | None = None,
     settings: tuple[int, int] | None = None,
     use_ptx: bool | None = None,
 ) -> Tensor:
@@ -176,11 +138,11 @@ def int8_matmul(
     bias [N] and residual [T, N] are added in the epilogue. 2 to FEW_TOKENS tokens take int8_few_tokens, but where N is
     at most NARROW: there the vector kernel takes FEW of them.
 
-    settings: warps and batch of int8_few_tokens, which then takes one token too; None: FRAGMENTS. use_ptx: its inline
-    PTX or its plain twin; None: PTX on CUDA, where the interpreter has none.
+    arrivals: see many_tokens.py. settings: warps and batch of int8_few_tokens, which then takes one token too; None:
+    FRAGMENTS. use_ptx: its inline PTX or its plain twin; None: PTX on CUDA, where the interpreter has none.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together.
+        ValueError: shapes or dtypes do not belong together, or there are more than MANY_TOKENS tokens.
     """
     (tokens, k), (n, k_weight) = x.shape, weight.shape
     if x.dtype != torch.float16 or weight.dtype != torch.int8 or k != k_weight or scales.shape != (n,):
@@ -196,6 +158,8 @@ def int8_matmul(
     stored = (weight, scales, scales if bias is None else bias, scales if residual is None else residual)
     factors, parts, eps, squares = factor_options(row_scale)
     flags = {"SQUARES": squares, "HAS_BIAS": bias is not None, "HAS_RES": residual is not None}
+    if tokens == 1 and n >= MANY_ROWS:
+        settings = settings or ONE_TOKEN
     several = tokens > 1 or settings is not None
     if several and tokens <= FEW_TOKENS and n > NARROW and k % 16 == 0:
         int8_few_tokens_kernel[(triton.cdiv(n, 16),)](
@@ -206,7 +170,7 @@ def int8_matmul(
             **pdl_options(x),
         )
         return y
-    if tokens == 1 or (tokens <= FEW and n <= NARROW):
+    if tokens == 1 or (tokens <= FEW and n <= NARROW) or k % 16:
         _int8_gemv_kernel[(triton.cdiv(n, GEMV_ROWS), tokens)](
             *(x, factors, *stored, y, n, k, parts, eps),
             **flags,
@@ -217,16 +181,7 @@ def int8_matmul(
             **pdl_options(x),
         )
         return y
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    _int8_gemm_kernel[(triton.cdiv(n, 64), triton.cdiv(tokens, block_t))](
-        *(x, factors, *stored, y, tokens, n, k, parts, eps),
-        **flags,
-        BLOCK_T=block_t,
-        BLOCK_N=64,
-        BLOCK_K=GEMM_K,
-        num_warps=GEMM_WARPS,
-        num_stages=3,
-    )
+    many_tokens(x, row_scale, weight, scales, None, bias, residual, y, arrivals=arrivals, use_ptx=use_ptx)
     return y
 
 

@@ -43,7 +43,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 def pdl_options(tensor: Tensor) -> dict[str, Any]:
     """Launch options for a kernel that takes part, on the device of `tensor`."""
-    if _allowed and tensor.is_cuda and _capability(tensor.device) >= _OLDEST:
+    if _allowed and tensor.is_cuda and capability(tensor.device) >= _OLDEST:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
@@ -60,5 +60,6 @@ def without_pdl() -> Iterator[None]:
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
+def capability(device: torch.device) -> int:
+    """Major compute capability."""
     return torch.cuda.get_device_capability(device)[0]

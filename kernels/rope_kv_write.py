@@ -184,12 +184,13 @@ def _rope_kv_write_kernel(
     else:
         position = tl.load(positions_ptr + token).to(tl.int64)
         capacity = (HEAD_STRIDE // D).to(tl.int64)
-        if head < Q_HEADS + KV_HEADS:
-            slot = (head - Q_HEADS) * capacity + position
-            _store_row(keys_ptr, key_scales_ptr, slot, x, j, mask, INT8, D)
-        else:
-            slot = (head - Q_HEADS - KV_HEADS) * capacity + position
-            _store_row(values_ptr, value_scales_ptr, slot, x, j, mask, INT8, D)
+        if position - tl.load(positions_ptr) == token:  # no row that fills up
+            if head < Q_HEADS + KV_HEADS:
+                slot = (head - Q_HEADS) * capacity + position
+                _store_row(keys_ptr, key_scales_ptr, slot, x, j, mask, INT8, D)
+            else:
+                slot = (head - Q_HEADS - KV_HEADS) * capacity + position
+                _store_row(values_ptr, value_scales_ptr, slot, x, j, mask, INT8, D)
 
 
 def rope_kv_write(
@@ -209,7 +210,7 @@ def rope_kv_write(
     """Writes keys and values (bf16 or fp32) in place, returns q [T, Hq, D] in their dtype.
 
     scales: those of keys and of values, which are INT8 then; written as well. Then q comes in `q_dtype`: bf16, fp32, or
-    fp16, where it ends at 65,504.
+    fp16, where it ends at 65,504. Of rows that fill up (kernels/padding.py) nothing is written.
 
     Raises:
         ValueError: a dtype or shape is another, a tensor is not contiguous, or only one of the two norms is there.

@@ -118,7 +118,8 @@ class Chat:
         self.messages: list[dict[str, Any]] = []
         self._open: OpenAnswer | None = None  # of the last turn, where it can be resumed
         self._answer_now = False
-        self._boundaries: list[int] = []  # where snapshots were taken of what the engine holds
+        self._encoded: tuple[list[Segment], list[int]] = ([], [])  # the last prompt, as text and as ids
+        self._boundaries: list[int] = []  # of this chat's turns, in what the engine holds or has held
 
     def clear(self) -> None:
         """Forget all turns; the system prompt stays."""
@@ -127,6 +128,7 @@ class Chat:
     def change_model(self, engine: Engine, tokenizer: "Tokenizer", template: "ChatTemplate") -> None:
         """Go on with another model, which reads the conversation at its first turn."""
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
+        self._encoded = ([], [])
         self._boundaries = []
         self._open = None
 
@@ -253,7 +255,9 @@ class Chat:
         """The turn that answers the last of `messages`."""
         self._answer_now = False
         rendered = self._render(messages)
-        prompt = self._fitting(self.tokenizer.encode(rendered))
+        prompt = self.tokenizer.encode_beside(rendered, *self._encoded)
+        self._encoded = (rendered, prompt)
+        self._fitting(prompt)
         boundary = self._boundary(messages, rendered, prompt) if self.engine.recurrent else None
         return Turn(self.engine, prompt, boundary, started)
 
@@ -285,7 +289,21 @@ class Chat:
         if any(history != nearest for history in histories):
             text = _text(rendered)
             nearest = min(histories, key=lambda history: _common_prefix(text, _text(history)))
-        return min(_common_prefix(prompt, self.tokenizer.encode(nearest)), len(prompt) - 1)
+        ids = self.tokenizer.encode_beside(nearest, rendered, prompt)
+        return min(_common_prefix(prompt, ids), len(prompt) - 1)
+
+    def _boundary_before(self, reusable: int) -> int:
+        """Where the turn before the last question has its boundary, if that is in the first `reusable` ids; else 0.
+
+        Of a turn that this chat has taken itself it is known; this is for those of a conversation that was loaded.
+        """
+        answers = [n for n, message in enumerate(self.messages[:-1]) if message["role"] == "assistant"]
+        if not answers:
+            return 0
+        asked = self.messages[: answers[-1]]
+        rendered = self._render(asked)
+        boundary = self._boundary(asked, rendered, self.tokenizer.encode(rendered))
+        return boundary if boundary <= reusable else 0
 
     def _render_or_none(self, messages: Sequence[dict[str, Any]], *, open: bool) -> "list[Segment] | None":
         try:
@@ -301,10 +319,11 @@ class Chat:
         reusable = _common_prefix(self.engine.ids, turn.prompt)
         if reusable == len(turn.prompt) and not (self.engine.ready and reusable == len(self.engine.ids)):
             reusable -= 1
-        expected = max((boundary for boundary in self._boundaries if boundary <= reusable), default=0)
+        self._boundaries = [boundary for boundary in self._boundaries if boundary <= reusable]
         turn.cached = self.engine.rewind(reusable)
-        turn.reread = max(0, expected - turn.cached)
-        self._boundaries = [boundary for boundary in self._boundaries if boundary <= turn.cached]
+        if turn.cached < reusable:
+            expected = max(self._boundaries) if self._boundaries else self._boundary_before(reusable)
+            turn.reread = max(0, expected - turn.cached)
         if turn.boundary is not None:
             self._boundaries.append(turn.boundary)
         for done in self.engine.prefill(turn.prompt[turn.cached :], turn.boundary):

@@ -3,11 +3,11 @@
 The residual stream is fp32, products take fp16 inputs with a factor per row ("scaled half"), the cache is bf16. In a
 step over few tokens, what stands between two products happens at the end of the first: SwiGLU, and of an RMSNorm its
 gain and the sums of its squares, of which the second makes the factor. So a block is few launches: five for one token,
-six or seven for a few, and torch computes nothing between them.
+six or seven for a few, and torch computes nothing between them. From nine tokens on these are kernels of their own.
 
 A step over more tokens than the card's `crossover` (kernels/cards.py; prefill) goes another way: one matrix at a time
-is dequantised into bf16 scratch, and the library's dense product reads that. It costs 2.5 times the matrix's size in
-traffic, which many tokens share, and reaches a rate that the packed product does not.
+is dequantised into bf16 scratch, and the library's dense product reads that. It writes and reads 4 bytes a weight,
+which many tokens share, and reaches a rate that the packed product does not.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.attention import attention_prefill
-from localchat.kernels.attention_decode import attention_decode
+from localchat.kernels.attention_decode import attention_decode, decode_splits
 from localchat.kernels.attention_slabs import slabs_for
 from localchat.kernels.cards import card_of
 from localchat.kernels.gated_delta_net_decode import StepProduct, gated_delta_net_decode
 from localchat.kernels.gated_delta_net_few_tokens import MOST_TOKENS, gated_delta_net_few_tokens
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_few_tokens import FEW_TOKENS
-from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul, int4_matmul_norm, int4_matmul_swiglu
+from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul, int4_matmul_norm, int4_matmul_swiglu, takes
 from localchat.kernels.int8_embedding import int8_embedding
 from localchat.kernels.int8_matmul import dequantize_int8, int8_matmul
+from localchat.kernels.many_tokens import MANY_TOKENS, arrivals_for
 from localchat.kernels.rms_norm import rms_norm
 from localchat.kernels.rope_kv_write import rope_kv_write
 from localchat.kernels.rotary import rotary_table
-from localchat.kernels.scaled_half import UNIT, Squares, scaled_half
+from localchat.kernels.scaled_half import UNIT, Squares
 from localchat.kernels.swiglu import swiglu
 from localchat.ops import ReferenceOps, split_gate
 from localchat.rope import Rotary
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 # KV heads of attention and key heads of a delta net, each of which counts arrivals; real models have up to 32.
 _MOST_HEADS = 1024
+# Tokens of which logits are computed at once.
+_LOGITS = 128
 # Tokens up to which a delta net takes them one after the other in one launch: 13 us for 8 and 21 for 16 on an H200.
 _IN_TURN = MOST_TOKENS
 # What a product takes: scaled half (values, row scales or what they follow from), or bf16 values and None.
@@ -68,8 +71,9 @@ class CudaOps(ReferenceOps):
     def __init__(self, device: torch.device) -> None:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch = torch.empty(0, dtype=torch.bfloat16, device=device)
-        self._units = torch.full((FEW_TOKENS,), UNIT, device=device)
+        self._units = torch.full((MANY_TOKENS,), UNIT, device=device)
         self._arrivals = torch.zeros(_MOST_HEADS, dtype=torch.int32, device=device)
+        self._product_arrivals = arrivals_for(device)
 
     def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
         if table.bits == 8:
@@ -98,7 +102,7 @@ class CudaOps(ReferenceOps):
         qkv, gate = split_gate(qkv, keys) if gated else (qkv, None)
         angles = (rope.cos, rope.sin, rope.positions)
         if qkv.shape[0] == 1:
-            splits = max(1, self._multiprocessors // keys.shape[0])
+            splits = decode_splits(keys, self._multiprocessors)
             heads = (qkv, q_weight, k_weight, eps, *angles, keys, values)
             counters = self._arrivals
             return attention_decode(*heads, splits=splits, arrivals=counters, gate=gate, scales=scales, units=True)
@@ -153,8 +157,7 @@ class CudaOps(ReferenceOps):
         return int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows), self._units[: len(values)]
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
-        few = card_of(x.device).settings.crossover
-        rows = [x[i : i + few] for i in range(0, x.shape[0], few)]
+        rows = x.split(min(_LOGITS, card_of(x.device).settings.crossover))
         parts = [self._product(rms_norm(part, norm.weight, norm.eps, half=True), head) for part in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -162,15 +165,16 @@ class CudaOps(ReferenceOps):
         """What a mixer gives, as the product behind it takes it."""
         if heads.dtype == torch.float16:
             return heads, self._units[: len(heads)]
-        return scaled_half(heads) if _few(heads) else (heads.to(torch.bfloat16), None)
+        return heads.to(torch.bfloat16), None
 
     def _product(self, activation: "Activation", linear: "Linear", residual: Tensor | None = None) -> Tensor:
         x, row_scale = activation
-        if row_scale is not None and linear.bits != 16:
-            if linear.bits == 4:
-                stored = (linear.qweight, linear.scales, linear.mins)
-                return int4_matmul(x, row_scale, *stored, linear.bias, residual, rows=linear.rows)
-            return int8_matmul(x, row_scale, linear.weight, linear.scales, linear.bias, residual)
+        arrivals = self._product_arrivals
+        if row_scale is not None and linear.bits == 4 and takes(len(x), linear.scales):
+            stored = (linear.qweight, linear.scales, linear.mins, linear.bias, residual)
+            return int4_matmul(x, row_scale, *stored, rows=linear.rows, arrivals=arrivals)
+        if row_scale is not None and linear.bits == 8:
+            return int8_matmul(x, row_scale, linear.weight, linear.scales, linear.bias, residual, arrivals=arrivals)
         if row_scale is not None:
             factors = row_scale.row_scale(x.shape[1]) if isinstance(row_scale, Squares) else row_scale
             x = (x.float() * factors[:, None]).to(torch.bfloat16)
@@ -180,13 +184,19 @@ class CudaOps(ReferenceOps):
         return y if residual is None else residual + y
 
     def _dense(self, linear: "Linear") -> Tensor:
-        """The matrix in bf16 [N, K], in scratch that all share: it grows to the largest one that a prefill needs."""
+        """The matrix in bf16 [N, K], in scratch that all share: it grows to the largest one that a prefill needs.
+
+        A graph has memory of its own, as what grows moves.
+        """
         if linear.bits == 16:
             return linear.weight
         n, k = linear.weight.shape if linear.bits == 8 else (linear.rows, linear.qweight.shape[1] * 8)
-        if n * k > self._scratch.numel():
-            self._scratch = torch.empty(n * k, dtype=torch.bfloat16, device=self._scratch.device)
-        out = self._scratch[: n * k].view(n, k)
+        if torch.cuda.is_current_stream_capturing():
+            out = torch.empty(n, k, dtype=torch.bfloat16, device=self._scratch.device)
+        else:
+            if n * k > self._scratch.numel():
+                self._scratch = torch.empty(n * k, dtype=torch.bfloat16, device=self._scratch.device)
+            out = self._scratch[: n * k].view(n, k)
         if linear.bits == 8:
             return dequantize_int8(linear.weight, linear.scales, out)
         return dequantize_int4(linear.qweight, linear.scales, linear.mins, out)
@@ -197,10 +207,8 @@ def _few(x: Tensor) -> bool:
 
 
 def _mixer_dtype(x: Tensor) -> torch.dtype:
-    """What a mixer of several tokens gives: what the product behind it takes, or fp32 where that is scaled first."""
-    if _few(x):
-        return torch.float16 if len(x) <= FEW_TOKENS else torch.float32
-    return torch.bfloat16
+    """What a mixer of several tokens gives: what the product behind it takes."""
+    return torch.float16 if _few(x) else torch.bfloat16
 
 
 def _fused(linear: "Linear", tokens: int) -> bool:

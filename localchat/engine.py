@@ -19,6 +19,7 @@ from localchat.cache import KVCache
 from localchat.forward_graphs import ForwardGraphs
 from localchat.graph import DecodeGraph
 from localchat.kernels.cards import card_of
+from localchat.kernels.padding import padded
 from localchat.kernels.sampling import SEEN_IN_CONTEXT, SEEN_IN_REPLY
 from localchat.ledger import default_snapshot_budget
 from localchat.model import Model
@@ -199,22 +200,23 @@ class Engine:
     @torch.inference_mode()
     def _layers(self, ids: list[int]) -> Generator[float, None, None]:
         """A forward of `ids`, with a pause after each layer; yields which share of the layers is done."""
-        start, device, graphs = len(self.ids), self.model.device, self._graphs
-        captured = graphs is not None and graphs.ready(len(ids))  # before the step begins: it may fail
+        start, graphs = len(self.ids), self._graphs
+        size = None if graphs is None else graphs.size(len(ids), start)
+        captured = graphs is not None and size is not None and graphs.ready(size)  # before the step begins: it may fail
         with self._step(ids):
-            if graphs is not None and captured:
-                hidden = graphs.forward(ids, start)
+            if graphs is not None and size is not None and captured:
+                hidden = graphs.forward(ids, start, size)
                 yield 1.0
             else:
-                positions = torch.arange(start, start + len(ids), device=device)
+                rows, positions = padded(ids, start, size or len(ids), self.model.device)
                 # A graph does not know the length, and what comes before it goes the same way.
-                length = None if graphs is not None and graphs.takes(len(ids)) else start + len(ids)
-                steps = self.model.layer_by_layer(torch.tensor(ids, device=device), positions, self.cache, length)
+                length = start + len(ids) if size is None else None
+                steps = self.model.layer_by_layer(rows, positions, self.cache, length)
                 for layer, hidden in enumerate(steps, 1):  # noqa: B007 -- the last one is what is wanted
                     yield layer / len(self.model.layers)
-        if graphs is not None:
-            graphs.ran(len(ids))
-        self._hidden = hidden[-1:].clone()  # so that the others' memory is free
+        if graphs is not None and size is not None:
+            graphs.ran(size)
+        self._hidden = hidden[len(ids) - 1 : len(ids)].clone()  # so that the others' memory is free
 
     def _moments(self, layers: Iterator[float], pace: Pace | None) -> Iterator[float]:
         """Those of `layers` (all but the last) that are LOOK_UP seconds apart; all are launched at `pace`."""

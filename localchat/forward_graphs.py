@@ -1,11 +1,9 @@
-"""Forwards of a few tokens as CUDA graphs: one for each number of tokens, captured once a forward of as many has run.
+"""Forwards of up to a few hundred tokens as CUDA graphs: a chat's turns, and what is proposed and verified together.
 
-What the card does for 2 to 32 tokens of a 27B takes it some 14 ms (29 behind 128K); launching its 400 kernels one by
-one takes the host 36 (kernels/NOTES.md). The first forward of so many tokens is launched one by one and compiles what
-it needs. Before the second it is recorded, which costs the host as much again, and from then on it is replayed. Tokens
-and their positions are values in tensors, so a graph serves every context; how many tokens there are is part of it.
-
-Messages of the same length are rare; prompts of a benchmark, and tokens that are proposed and verified together, not.
+The card needs 9 ms for 16 tokens of a 27B and 36 for 200; launching their 400 to 850 kernels one by one takes the host
+35 to 55 (kernels/NOTES.md). So they are filled up to one of a few sizes (kernels/padding.py), each of which becomes a
+graph. The first forward of a size is launched one by one and compiles what it needs. Before the second it is recorded,
+which costs the host as much again, and from then on it is replayed, whatever the context and the number of tokens.
 """
 
 from collections.abc import Sequence
@@ -14,14 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from localchat.kernels.padding import padded
+
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
     from localchat.cache import KVCache
     from localchat.model import Model
 
-MOST = 32  # tokens; of more the card's own work is longer than the host's
-KEPT = 4  # graphs, those that were captured last
+SIZES = (2, 4, 8, 16, 32, 64, 128, 256)  # rows; of more the card's own work is as long as the host's
+# Rows times the length of the context, above which attention is what takes long: then launches hide behind it, an INT8
+# cache is better dequantised first (kernels/attention_slabs.py), and Ctrl-C looks in between two layers.
+_MOST_WORK = 2**25
 
 
 class _Captured(NamedTuple):
@@ -34,61 +36,64 @@ class _Captured(NamedTuple):
 
 
 class ForwardGraphs:
-    """Those of one model over one cache, for 2 to `most` tokens.
+    """Those of one model over one cache.
 
-    most: no more than take the packed products, whose memory is theirs alone (cuda_ops.py).
+    most: tokens; no more than take the packed products, whose memory is theirs alone (cuda_ops.py).
     """
 
-    def __init__(self, model: "Model", cache: "KVCache", most: int = MOST) -> None:
-        self._model, self._cache, self._most = model, cache, min(most, MOST)
-        self._ran: set[int] = set()  # numbers of tokens of which a whole forward has run: all of it is compiled
+    def __init__(self, model: "Model", cache: "KVCache", most: int) -> None:
+        self._model, self._cache = model, cache
+        self._sizes = [size for size in SIZES if size <= most]
+        self._ran: set[int] = set()  # sizes of which a whole forward has run: all of it is compiled
         self._captured: dict[int, _Captured] = {}
         self._pool: _POOL_HANDLE | None = None  # one memory for all: they run one after the other
 
-    def takes(self, tokens: int) -> bool:
-        """Whether a forward of so many may become a graph, so that nothing in it may depend on the context's length."""
-        return 2 <= tokens <= self._most
+    def size(self, tokens: int, start: int) -> int | None:
+        """To how many rows a forward of `tokens` behind `start` others is filled up; None: it is none for a graph.
 
-    def ready(self, tokens: int) -> bool:
-        """Whether `forward` serves so many; they are captured here if it is time. The cache does not change.
-
-        Where memory does not suffice for a graph they are launched one by one as before.
+        In such a forward nothing may depend on the context's length.
         """
-        if tokens in self._captured:
+        if tokens < 2:
+            return None
+        size = next((size for size in self._sizes if size >= tokens), None)
+        return None if size is None or size * (start + tokens) > _MOST_WORK else size
+
+    def ready(self, size: int) -> bool:
+        """Whether `forward` serves this size; it is captured here if it is time. The cache does not change.
+
+        Where memory does not suffice for a graph its kernels are launched one by one as before.
+        """
+        if size in self._captured:
             return True
-        if tokens not in self._ran:
+        if size not in self._ran:
             return False
         try:
-            captured = self._capture(tokens)
+            self._captured[size] = self._capture(size)
         except torch.OutOfMemoryError:
-            self._ran.discard(tokens)  # tried again after the next whole forward
+            self._ran.discard(size)  # tried again after the next whole forward
             return False
-        while len(self._captured) >= KEPT:
-            del self._captured[next(iter(self._captured))]
-        self._captured[tokens] = captured
         return True
 
-    def ran(self, tokens: int) -> None:
-        """Say that a forward of so many was launched one by one, to its end."""
-        if self.takes(tokens):
-            self._ran.add(tokens)
+    def ran(self, size: int) -> None:
+        """Say that a forward of this size was launched one by one, to its end."""
+        self._ran.add(size)
 
-    def forward(self, ids: Sequence[int], start: int) -> Tensor:
-        """The hidden states [T, H] of `ids` at the positions from `start` on; they last until the next call.
+    def forward(self, ids: Sequence[int], start: int, size: int) -> Tensor:
+        """The hidden states [size, H], first those of `ids` at the positions from `start` on; until the next call.
 
-        The cache is changed. `ready` has said yes to so many.
+        The cache is changed. `ready` has said yes to this size.
         """
-        found = self._captured[len(ids)]
-        found.ids.copy_(torch.tensor(ids))
-        torch.arange(start, start + len(ids), out=found.positions)
+        found = self._captured[size]
+        for kept, new in zip((found.ids, found.positions), padded(ids, start, size, found.ids.device), strict=True):
+            kept.copy_(new)
         found.graph.replay()
         return found.hidden
 
-    def _capture(self, tokens: int) -> _Captured:
+    def _capture(self, size: int) -> _Captured:
         """Record a forward; nothing runs, so cache and states stay as they are."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=self._model.device) for _ in range(2))
+        ids, positions = (torch.zeros(size, dtype=torch.int64, device=self._model.device) for _ in range(2))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = self._model(ids, positions, self._cache)

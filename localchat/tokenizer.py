@@ -68,6 +68,28 @@ class Tokenizer:
         """The ids of a rendered prompt. No BOS is added, the template writes its own."""
         return [i for segment in segments for i in self.encode_text(segment.text, segment.special)]
 
+    def encode_beside(self, segments: Sequence[Segment], known: Sequence[Segment], ids: Sequence[int]) -> list[int]:
+        """The same as `encode(segments)`, where `known` is known to give `ids`: what both begin with costs nothing.
+
+        That is all in front of the last added token which they share. Added tokens are found before anything else, so
+        what stands in front of one does not depend on what follows it.
+        """
+        alike = next((n for n, (a, b) in enumerate(zip(segments, known, strict=False)) if a != b), None)
+        if alike is None:
+            alike = min(len(segments), len(known))
+        rest, known_rest = list(segments[alike:]), list(known[alike:])
+        cut = 0
+        if rest and known_rest and rest[0].special and known_rest[0].special:
+            cut = self._last_added_token(rest[0].text, _common_length(rest[0].text, known_rest[0].text))
+            rest[0], known_rest[0] = Segment(rest[0].text[cut:]), Segment(known_rest[0].text[cut:])
+        if not alike and not cut:
+            return self.encode(segments)
+        known_ids = self.encode(known_rest)
+        shared = len(ids) - len(known_ids)
+        if list(ids[shared:]) != known_ids:
+            return self.encode(segments)
+        return [*ids[:shared], *self.encode(rest)]
+
     def encode_text(self, text: str, special: bool = True) -> list[int]:
         """The ids of `text`, with added tokens recognised or, when special is False, all of it as plain text."""
         text = text.encode(errors="replace").decode()  # a lone surrogate has no tokens
@@ -84,6 +106,11 @@ class Tokenizer:
         """A new Detokenizer for one reply."""
         return Detokenizer(self._backend, self.hidden_ids, byte_level="ByteLevel" in self._decoders)
 
+    def _last_added_token(self, text: str, end: int) -> int:
+        """Where the last added token within the first `end` characters begins; 0 where there is none."""
+        # White space that is an added token may overlap with itself.
+        return max([0, *(text.rfind(token, 0, end) for token in self.added_tokens if token.strip())])
+
     def _plain_ids(self, text: str) -> Iterator[int]:
         """The stages of encoding without the first one, which finds added tokens."""
         if self._backend.normalizer is not None:
@@ -94,6 +121,18 @@ class Tokenizer:
         added = frozenset(self.added_tokens.values())
         for word in words:
             yield from _word_ids(self._backend.model, word, added)
+
+
+def _common_length(a: str, b: str) -> int:
+    """How many characters `a` and `b` have in common from the start, by halving: comparing slices takes no time."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _word_ids(model: Any, word: str, added: frozenset[int]) -> list[int]:

@@ -27,9 +27,9 @@ from localchat.kernels.cards import CLASSES, LONG, REVISION, Card, Fragments, Se
 from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.stopwatch import Stopwatch, Trial
 
-CANDIDATES = (Fragments(4, 5), Fragments(4, 3), Fragments(4, 2), Fragments(8, 2), Fragments(2, 5))
-_LEAST = 8  # tokens that the packed product always serves
-CROSSINGS = (16, 32, 64)  # and up to which it may be the better one
+CANDIDATES = (Fragments(4, 5), Fragments(4, 3), Fragments(4, 2), Fragments(8, 3), Fragments(8, 2), Fragments(2, 5))
+_LEAST = 32  # tokens that the packed product always serves
+CROSSINGS = (64, 128, 256, 512)  # and up to which it may be the better one
 # What another launch than the default has to gain, or it is noise.
 _GAIN = 0.02
 _HIDDEN = 5120
@@ -170,7 +170,7 @@ def measure(card: Card, watch: Watch) -> Measured | None:
 
 def shapes(multiprocessors: int) -> dict[str, tuple[int, int]]:
     """A matrix [n, k] of each class, of the size that large models have."""
-    by_programs = {"few": 2.0, "tail": 3.5, "many": 8.0}
+    by_programs = {"fewest": 2.4, "few": 2.8, "tail": 3.5, "many": 8.0}
     found = {name: (16 * int(count * multiprocessors), _HIDDEN) for name, count in by_programs.items()}
     return found | {"long": (_HIDDEN, LONG + 1024)}
 

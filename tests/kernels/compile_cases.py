@@ -3,8 +3,9 @@
 `CASES` is the registry: a new kernel adds its own lines. tests/kernels/test_compile.py reads it and runs this file in a
 process of its own (where TRITON_INTERPRET is set, `triton.jit` gives functions that cannot be compiled). Run as a
 script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers",
-"fragments", "word_loads", "unwritten"} or {"error"}}. fragments: the layouts of what instructions for tensor cores in
-inline PTX take and give; word_loads: how a program loads what it reads only once; unwritten: see there.
+"fragments", "word_loads", "stores", "unwritten"} or {"error"}}. fragments: the layouts of what instructions for tensor
+cores in inline PTX take and give; word_loads: how a program loads what it reads only once; stores: how it writes;
+unwritten: see there.
 """
 
 import functools
@@ -30,12 +31,14 @@ from localchat.kernels import (
     gated_delta_net_prefill,
     int4_matmul,
     int8_matmul,
+    many_tokens,
 )
 from localchat.kernels.cards import TABLE, Fragments
 
 ARCHS = (80, 86, 89, 90, 120)
+HOPPER, OTHERS = (90,), (80, 86, 89, 120)
 # Integers that follow from how long a prompt is: a kernel that is compiled anew for multiples of 16 makes people wait.
-VARYING = ("tokens", "T", "splits", "first", "last", "part", "part_count", "count", "capacity")
+VARYING = ("tokens", "T", "tiles_t", "splits", "first", "last", "part", "part_count", "count", "capacity")
 
 
 @dataclass(frozen=True)
@@ -143,20 +146,32 @@ def _attention_cases() -> list[Case]:
 
 def _attention_decode_cases() -> list[Case]:
     """The same models; splits as on an H200, and one. fp32 caches too, which no card has."""
+    return [case for archs in (HOPPER, OTHERS) for case in _attention_decode_cases_of(archs)]
+
+
+def _attention_decode_cases_of(archs: tuple[int, ...]) -> list[Case]:
     cases = []
     shapes = [
         (d, rotary, group, splits, kv)
         for d, rotary, group, splits in ((64, 64, 3, 44), (128, 128, 5, 16), (128, 128, 8, 16), (256, 64, 6, 33))
         for kv in ("bf16", "i8")
     ]
-    shapes += [(64, 64, 7, 66, "fp32"), (256, 64, 6, 1, "bf16"), (128, 128, 32, 1, "i8"), (128, 128, 16, 66, "bf16")]
+    shapes += [
+        (64, 64, 7, 66, "fp32"),
+        (256, 64, 6, 1, "bf16"),
+        (128, 128, 32, 1, "i8"),
+        (128, 128, 16, 66, "bf16"),
+        (128, 128, 7, 33, "bf16"),
+    ]
     for d, rotary, group, splits, kv in shapes:
         size = {"fp32": 4, "bf16": 2, "i8": 1}[kv]
-        block_n, warps = attention_decode.decode_blocks(d, size)
+        blocks = attention_decode.decode_blocks(4 if group == 7 else 8, d, size, archs[0] // 10)
+        splits *= blocks.programs if splits > 1 else 1
         rows = 1 << (group - 1).bit_length()
         launch = {"GROUP": group, "D": d, "ROTARY": rotary, "INT8": kv == "i8", "WIDEN": False, "UNITS": True}
         launch |= {"NORM": group > 5, "GATED": d == 256, "ONE": splits == 1, "BLOCK_M": max(16, rows), "ROWS": rows}
-        launch |= {"BLOCK_N": block_n, "AT_ONCE": attention_decode.parts_at_once(splits, rows, d)}
+        launch |= {"BLOCK_N": blocks.keys, "PART": max(64, blocks.keys)}
+        launch |= {"AT_ONCE": attention_decode.parts_at_once(splits, rows, d)}
         launch |= {} if kv == "i8" else {"key_scales_ptr": None, "value_scales_ptr": None}
         launch |= {} if group > 5 else {"q_norm_ptr": None, "k_norm_ptr": None}
         launch |= {} if d == 256 else {"gate_ptr": None}
@@ -170,8 +185,9 @@ def _attention_decode_cases() -> list[Case]:
                 "attention_decode._attention_decode_kernel",
                 signature,
                 launch,
-                num_warps=warps,
-                num_stages=2,
+                blocks.warps,
+                blocks.stages,
+                archs,
             )
         )
     return cases
@@ -286,19 +302,25 @@ def _sampling_cases() -> list[Case]:
 def _product_cases() -> list[Case]:
     """INT8 rows, and an INT4 matrix itself."""
     cases = []
-    for group, has_min, n, k in ((128, False, 5120, 27648), (32, True, 1536, 576)):
-        name = f"{n} x {k} groups of {group}{' with min' if has_min else ''}"
+    for group, has_min, scales, n, k in (
+        (128, False, "fp16", 5120, 27648),
+        (128, True, "fp32", 17408, 5120),
+        (64, False, "fp16", 5120, 14336),
+        (32, True, "fp16", 1536, 576),
+    ):
+        launch = int4_matmul.dequantize_options(n, k, group, has_min)
         cases.append(
             Case(
-                f"dequantize_int4 {name}",
+                f"dequantize_int4 {n} x {k} groups of {group}{' with min' if has_min else ''}, {scales}",
                 "int4_matmul._dequantize_int4_kernel",
-                "*i32 *fp16 *fp16 *bf16 i32",
-                {"G8": group // 8, "HAS_MIN": has_min, "WHOLE": k % 128 == 0, "WORDS": 256},
+                f"*i32 *{scales} *{scales} *bf16 i32:16 i32",
+                launch,
+                launch.pop("num_warps"),
             )
         )
     pointers, flags = "*fp16 *fp32 *i8 *fp32 *fp32 *fp32 *fp32", {"HAS_BIAS": True, "HAS_RES": True, "SQUARES": 0}
     vector = {**flags, "ROWS": int8_matmul.GEMV_ROWS, "BLOCK_K": int8_matmul.GEMV_K, "STEPS": int8_matmul.GEMV_STEPS}
-    gemv, gemm = "int8_matmul._int8_gemv_kernel", "int8_matmul._int8_gemm_kernel"
+    gemv = "int8_matmul._int8_gemv_kernel"
     return [
         *cases,
         Case("int8_gemv", gemv, f"{pointers} i32 i32:16 i32 fp32", vector, int8_matmul.GEMV_WARPS),
@@ -308,16 +330,6 @@ def _product_cases() -> list[Case]:
             f"{pointers} i32 i32:16 i32 fp32",
             vector | {"SQUARES": 512},
             int8_matmul.GEMV_WARPS,
-        ),
-        *(
-            Case(
-                f"int8_gemm {tokens} tokens",
-                gemm,
-                f"{pointers} i32 i32 i32 i32 fp32",
-                {**flags, "BLOCK_T": tokens, "BLOCK_N": 64, "BLOCK_K": int8_matmul.GEMM_K},
-                int8_matmul.GEMM_WARPS,
-            )
-            for tokens in (16, 32, 64)
         ),
         Case("dequantize_int8", "int8_matmul._dequantize_int8_kernel", "*i8 *fp32 *bf16 i32", {"BLOCK_K": 2048}),
     ]
@@ -330,7 +342,7 @@ def _int8_few_tokens_cases() -> list[Case]:
         (248320, 5120, 2, int8_matmul.FRAGMENTS),
         (248320, 5120, 4, int8_matmul.FRAGMENTS),
         (248320, 5120, 8, int8_matmul.FRAGMENTS),
-        (248320, 5120, 1, (4, 2)),
+        (248320, 5120, 1, int8_matmul.ONE_TOKEN),
         (151936, 16384, 2, int8_matmul.FRAGMENTS),
         (5120, 27648, 8, int8_matmul.FRAGMENTS),
         (49152, 1424, 8, int8_matmul.FRAGMENTS),
@@ -351,6 +363,38 @@ def _int8_few_tokens_cases() -> list[Case]:
     return cases
 
 
+def _many_tokens_cases() -> list[Case]:
+    """Each tile of both formats, other groups, minima, a K that ends within a step."""
+    hopper, others = many_tokens._HOPPER, many_tokens._OTHERS
+    plain = [(archs, tile, bits, 128, False, 5120) for archs, tiles in ((HOPPER, hopper), (OTHERS, others))
+             for tile in tiles for bits in (4, 8)]  # fmt: skip
+    cases = []
+    for archs, tile, bits, group, has_min, k in (
+        *plain,
+        (HOPPER, hopper[0], 4, 32, True, 1504),
+        (HOPPER, hopper[-1], 4, 32, True, 1504),
+        (HOPPER, hopper[-1], 4, 64, False, 5120),
+        (OTHERS, others[0], 4, 32, True, 1504),
+        (OTHERS, others[1], 4, 32, True, 1504),
+        (OTHERS, others[-1], 8, 128, False, 1424),
+    ):
+        stored, whole = "*i32 *i32 *i32" if bits == 4 else "*i8 *fp32 *fp32", k % 128 == 0
+        cases.append(
+            Case(
+                f"many_tokens INT{bits} K {k} {tile}{f', groups of {group}' if bits == 4 else ''}",
+                "many_tokens.many_tokens_kernel",
+                f"*fp16 *fp32 {stored} *fp32 *fp32 *fp32 *fp32 *i32 i32 i32 i32:16 i32:16",
+                {"BITS": bits, "G8": group // 8, "HAS_MIN": has_min, "WHOLE": whole, "HAS_BIAS": True, "HAS_RES": True}
+                | {"BLOCK_M": tile.rows, "BLOCK_T": tile.tokens, "AT_ONCE": min(tile.tokens, many_tokens._AT_ONCE)}
+                | {"USE_PTX": True},
+                tile.warps,
+                tile.stages,
+                archs,
+            )
+        )
+    return cases
+
+
 def _few_tokens_cases() -> list[Case]:
     """All forms with and without a minimum, K with and without masks, each number of columns; other settings."""
     cases = []
@@ -359,13 +403,15 @@ def _few_tokens_cases() -> list[Case]:
         (128, False, 55296, 5120, "fp16", 2, None),
         (128, False, 55296, 5120, "fp16", 4, None),
         (128, False, 55296, 5120, "fp16", 8, None),
-        (128, False, 55296, 5120, "fp16", 16, None),
-        (128, False, 5120, 27648, "fp16", 32, None),
         (128, False, 5120, 27648, "fp16", 1, None),
         (128, True, 5120, 5120, "fp16", 1, None),
         (128, True, 55296, 5120, "fp16", 8, None),
         (128, True, 5120, 5120, "fp32", 1, None),
+        (128, False, 5120, 6144, "fp16", 8, None),
+        (32, False, 5120, 6144, "fp16", 8, None),
+        (32, False, 5120, 6144, "fp32", 4, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(8, 2)),
+        (128, False, 6144, 5120, "fp16", 1, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 14336, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 1152, 896, "fp16", 1, None),
@@ -449,6 +495,7 @@ def cases() -> list[Case]:
         *_product_cases(),
         *_few_tokens_cases(),
         *_int8_few_tokens_cases(),
+        *_many_tokens_cases(),
         *_attention_cases(),
         *_attention_decode_cases(),
         *_delta_net_cases(),
@@ -487,6 +534,7 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
         "specialized": sorted(set(free) & set(VARYING)),
         "fragments": _fragments(compiled.asm["ttgir"]),
         "word_loads": _word_loads(compiled.asm["ptx"]),
+        "stores": sorted(set(re.findall(r"st\.global\S*", compiled.asm["ptx"]))),
         "unwritten": unwritten(_tool("nvdisasm", "-c", compiled.asm["cubin"]))
         if "wgmma" in compiled.asm["ptx"]
         else [],

@@ -3,6 +3,7 @@
 The cache's rows from the position on are NaN (or, of INT8, the largest codes with scales of NaN).
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.attention import attention_reference
-from localchat.kernels.attention_decode import attention_decode, decode_blocks, parts_at_once
+from localchat.kernels.attention_decode import attention_decode, decode_blocks, decode_splits, parts_at_once
 from localchat.kernels.rope_kv_write import quantize_rows, rope_kv_write_reference
 from localchat.kernels.rotary import rotary_table_reference
 from localchat.kernels.scaled_half import UNIT
@@ -223,9 +224,14 @@ def test_large_scores_do_not_overflow(device: torch.device, relative: Relative, 
 
 def test_settings_fit_what_they_are_for() -> None:
     for head_dim in (16, 64, 128, 256):
-        for size in (1, 2, 4):
-            keys, _ = decode_blocks(head_dim, size)
-            assert 16 <= keys <= 128 and keys * head_dim * size <= 32768
+        for kv_heads, size, major in itertools.product((1, 8), (1, 2, 4), (8, 9, 12)):
+            keys, _, stages, programs = decode_blocks(kv_heads, head_dim, size, major)
+            assert 16 <= keys <= 128
+            most = 227_000 if major == 9 else 99_000
+            assert 2 * keys * head_dim * size * (stages - 1) * programs < most
+    for dtype, splits in ((torch.bfloat16, 33), (torch.int8, 66)):
+        assert decode_splits(torch.empty(4, 8, 256, dtype=dtype), 132) == splits
+        assert decode_splits(torch.empty(400, 8, 256, dtype=dtype), 132) == 1
     assert parts_at_once(33, 8, 256) == 8
     assert parts_at_once(1, 8, 256) == parts_at_once(16, 256, 256) == 1
 

@@ -14,20 +14,32 @@ def _nothing_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "_in_use", {})
 
 
-@pytest.mark.parametrize("n", [16, 48, 1024, 5120, 6336, 6337, 6352, 7168, 8447, 8448, 8463, 8464, 34816, 248320])
+@pytest.mark.parametrize(
+    "n", [16, 48, 1024, 5120, 5280, 5281, 5296, 6336, 6337, 6352, 7168, 8447, 8448, 8463, 8464, 34816, 248320]
+)
 @pytest.mark.parametrize("k", [96, 5120, 16383, 16384, 27648])
 def test_the_h200_is_launched_as_it_was_measured(n: int, k: int) -> None:
     """As the rule said that came out of the measurements of kernels/NOTES.md."""
     programs = n // 16
     wanted = Fragments(4, 2 if k >= 16384 else 5 if programs <= 3 * 132 else 2 if programs <= 4 * 132 else 3)
+    if k < 16384 and programs <= 2.5 * 132:
+        wanted = Fragments(8, 3)
     assert TABLE["NVIDIA H200"].fragments(n, k) == wanted
     assert card_of(torch.device("cpu")).fragments(n, k) == wanted
-    assert TABLE["NVIDIA H200"].settings.crossover == 32
+    assert TABLE["NVIDIA H200"].settings.crossover == 512
 
 
 def test_classes_of_shapes() -> None:
-    shapes = [(3 * 16 * 82, 5120), (3 * 16 * 82 + 16, 5120), (4 * 16 * 82, 5120), (4 * 16 * 82 + 16, 5120), (16, 16384)]
-    assert [shape_class(n, k, 82) for n, k in shapes] == ["few", "tail", "tail", "many", "long"]
+    shapes = [
+        (205 * 16, 5120),
+        (206 * 16, 5120),
+        (3 * 16 * 82, 5120),
+        (3 * 16 * 82 + 16, 5120),
+        (4 * 16 * 82, 5120),
+        (4 * 16 * 82 + 16, 5120),
+        (16, 16384),
+    ]
+    assert [shape_class(n, k, 82) for n, k in shapes] == ["fewest", "few", "few", "tail", "tail", "many", "long"]
 
 
 def card(monkeypatch: pytest.MonkeyPatch, name: str, multiprocessors: int, major: int = 9) -> Card:

@@ -96,6 +96,15 @@ def test_fragments_lie_as_the_instruction_takes_them(report: dict[str, dict[str,
     assert all(".v4.b32" in load for load in report[case]["word_loads"]), report[case]["word_loads"]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("dequantize_int4")])
+def test_dequantised_weights_stay_in_their_lanes(report: dict[str, dict[str, Any]], case: str) -> None:
+    """Words come and weights go 16 bytes a lane, by no way through shared memory: Triton has to see that they do."""
+    usage = report[case]
+    assert usage["shared"] == 0
+    assert usage["word_loads"] and all(".v4.b32" in load for load in usage["word_loads"]), usage["word_loads"]
+    assert usage["stores"] == ["st.global.v4.b32"]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("gated_delta_net_decode")])
 def test_a_delta_net_s_state_stays_where_it_was_loaded(report: dict[str, dict[str, Any]], case: str) -> None:
     """Triton chooses how it lies in the threads; 64 KB through shared memory would say that it changed its mind."""

@@ -1,4 +1,4 @@
-"""The kernel for up to 64 tokens: every way of launching it. What its inline PTX computes: test_fragments.py."""
+"""The kernel for up to 8 tokens: every way of launching it. What its inline PTX computes: test_fragments.py."""
 
 from collections.abc import Callable
 
@@ -42,9 +42,7 @@ LAUNCHES = [
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize(
-    ("tokens", "with_min"), [*((tokens, False) for tokens in (1, 2, 3, 8, 9, 27)), (1, True), (3, True), (11, True)]
-)
+@pytest.mark.parametrize(("tokens", "with_min"), [*((tokens, False) for tokens in (1, 2, 3, 8)), (1, True), (3, True)])
 def test_every_launch(
     device: torch.device, relative: Relative, launch: tuple[Fragments, int, int, int], tokens: int, with_min: bool
 ) -> None:
@@ -61,7 +59,7 @@ def test_every_launch(
     assert bool(memory[tokens * n :].isnan().all())
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8, 17])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize(("n", "k", "group"), [(40, 1024, 128), (2048, 5120, 128), (24, 544, 32)])
 def test_the_ends_that_do_more(
     device: torch.device, relative: Relative, tokens: int, n: int, k: int, group: int
@@ -82,7 +80,7 @@ def test_the_ends_that_do_more(
     assert relative(normed, rms_norm_reference(wanted + residual, gain, 1e-5)) < BOUND
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8, 11])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_squares_in_place_of_row_scales(device: torch.device, relative: Relative, tokens: int) -> None:
     stored, parts = make(33, 640, 128, True, device), torch.rand(tokens, 40, device=device)
     x, squares = torch.randn(tokens, 640, device=device).half(), Squares(parts, 0.5)
@@ -117,7 +115,7 @@ def test_what_swiglu_gives_in_units(device: torch.device, magnitude: float, want
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
 @pytest.mark.parametrize("by", [1e-6, 1e7])
-@pytest.mark.parametrize("tokens", [3, 12])
+@pytest.mark.parametrize("tokens", [3, 8])
 def test_scales_that_fp16_does_not_hold(
     device: torch.device, relative: Relative, group: int, with_min: bool, by: float, tokens: int
 ) -> None:
@@ -129,10 +127,8 @@ def test_scales_that_fp16_does_not_hold(
 
 def test_too_many_tokens_are_refused(device: torch.device) -> None:
     stored = make(16, 64, 32, False, device)
-    x, one = torch.zeros(65, 64, dtype=torch.float16, device=device), torch.ones(65, device=device)
-    with pytest.raises(ValueError, match="got 65 tokens, wanted up to 64"):
-        int4_matmul(x, one, *stored)
-    with pytest.raises(ValueError, match="got 65 tokens"):
+    x, one = torch.zeros(9, 64, dtype=torch.float16, device=device), torch.ones(9, device=device)
+    with pytest.raises(ValueError, match="got 9 tokens, wanted up to 8"):
         int4_matmul_swiglu(x, one, *stored)
 
 
@@ -153,7 +149,7 @@ def test_what_does_not_belong_together_is_refused(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [Fragments(4, 5), Fragments(8, 2)], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 20])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
 def test_the_inline_ptx_and_its_twin_agree(

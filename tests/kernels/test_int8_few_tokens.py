@@ -1,13 +1,14 @@
 """The INT8 product for up to 8 tokens: every way of launching it, and who takes it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from localchat.kernels import int8_matmul as module
-from localchat.kernels.int8_matmul import NARROW, few_tokens_options, int8_matmul, int8_matmul_reference
+from localchat.kernels.int8_matmul import MANY_ROWS, NARROW, few_tokens_options, int8_matmul, int8_matmul_reference
 from localchat.kernels.scaled_half import UNIT, Squares
 
 BOUND = 5e-4
@@ -98,6 +99,11 @@ def test_who_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
         def __getitem__(self, _grid: tuple[int, ...]) -> None:
             raise Taken
 
+    class Nothing:
+        def __getitem__(self, _grid: tuple[int, ...]) -> Any:
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(module, "_int8_gemv_kernel", Nothing())
     monkeypatch.setattr(module, "int8_few_tokens_kernel", Kernel())
     for tokens, n, k, settings, taken in (
         (1, NARROW + 1, 64, None, False),
@@ -107,6 +113,8 @@ def test_who_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
         (9, NARROW + 1, 64, None, False),
         (1, NARROW, 64, None, False),
         (8, NARROW, 64, None, False),
+        (1, MANY_ROWS - 1, 16, None, False),
+        (1, MANY_ROWS, 16, None, True),
         (1, NARROW + 1, 72, None, False),
         (2, NARROW + 1, 72, None, False),
     ):

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul, int4_matmul_reference
+from localchat.kernels.int4_matmul import (
+    DEQUANTIZED,
+    Dequantized,
+    dequantize_int4,
+    int4_matmul,
+    int4_matmul_reference,
+)
 from localchat.kernels.int4_packing import dequantize, dequantize_rows, pack, pack_scales, unpack_scales
 from localchat.kernels.int8_matmul import dequantize_int8, int8_matmul, int8_matmul_reference
 
@@ -72,17 +78,34 @@ def test_int8(device: torch.device, shape: tuple[int, int], tokens: int, bias: b
     assert relative(out, wanted) < BOUND
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
-@pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
-def test_dequantised_scratch_is_the_matrix(device: torch.device, shape: tuple[int, int, int], with_min: bool) -> None:
-    n, k, group = shape
-    qweight, scales, mins = make_int4(n, k, group, with_min, device)
-    out = torch.full((n, k), float("nan"), dtype=torch.float16, device=device)
+@pytest.mark.parametrize("shape", [(7, 64), (48, 576), (20, 896), (33, 1664), (16, 1024)], ids=str)
+def test_dequantised_int8_is_the_matrix(device: torch.device, shape: tuple[int, int]) -> None:
+    weight = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+    scales = torch.rand(shape[0], device=device)
+    out = torch.full(shape, float("nan"), dtype=torch.float16, device=device)
+    assert relative(dequantize_int8(weight, scales, out), dequantize_rows(weight, scales)) < BOUND
+
+
+@pytest.mark.parametrize("settings", [DEQUANTIZED, (2, 4, 4), (1, 16, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 64), (33, 576), (20, 1664), (32, 1024)], ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("kind", ["sym", "min", "fp32 min"])
+def test_dequantised_int4_is_the_matrix(
+    device: torch.device, settings: tuple[int, int, int], shape: tuple[int, int], group: int, kind: str
+) -> None:
+    """To the last bit, in both types, and nothing behind its last row. Narrow tiles, few rows, and whole programs."""
+    n, k = shape
+    if k % group:
+        pytest.skip("K is no multiple of the group")
+    qweight, scales, mins = make_int4(n, k, group, kind != "sym", device)
+    if kind == "fp32 min":  # of fp16's few bits, so that their products with codes are exact
+        scales, mins = scales.float() * 2**10, mins.float() * 2**10
     by_row = (unpack_scales(scales, n), None if mins is None else unpack_scales(mins, n))
-    assert relative(dequantize_int4(qweight, scales, mins, out), dequantize(qweight, *by_row)) < BOUND
-    rows, row_scales = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device), torch.rand(n, device=device)
-    out.fill_(float("nan"))
-    assert relative(dequantize_int8(rows, row_scales, out), dequantize_rows(rows, row_scales)) < BOUND
+    for dtype in (torch.bfloat16, torch.float16):
+        memory = torch.full((n + 16, k), float("nan"), dtype=dtype, device=device)
+        out = dequantize_int4(qweight, scales, mins, memory[:n], settings=Dequantized(*settings))
+        assert torch.equal(out, dequantize(qweight, *by_row, dtype))
+        assert memory[n:].isnan().all()
 
 
 def test_shapes_that_do_not_belong_together_are_refused(device: torch.device) -> None:

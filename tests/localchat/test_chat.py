@@ -500,6 +500,27 @@ def test_a_turn_prefills_the_stripped_answer_before_it_and_the_message(
             assert prefilled == tiny_tokenizer.encode_text(wanted)
 
 
+def test_a_long_conversation_is_not_made_into_ids_anew_each_turn(
+    recurrent_chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a turn costs must not grow with what was said before it."""
+    chat = recurrent_chat(*(f"thought</think>\n\nanswer {n}<|im_end|>" for n in range(30)))
+    encode, encoded = chat.tokenizer.encode_text, list[str]()
+
+    def listening(text: str, special: bool = True) -> list[int]:
+        encoded.append(text)
+        return encode(text, special)
+
+    monkeypatch.setattr(chat.tokenizer, "encode_text", listening)
+    costs = []
+    for n in range(30):
+        encoded.clear()
+        list(chat.reply(f"question {n} <|im_end|>"))
+        costs.append(sum(map(len, encoded)))
+    assert max(costs[1:]) < costs[1] + 20
+    assert chat.engine.kept[-1] > 2 * max(costs)
+
+
 def test_retry_and_undo_return_to_the_boundary(recurrent_chat: Callable[..., Chat], tiny_tokenizer: Tokenizer) -> None:
     chat = recurrent_chat(*(f"</think>answer {n}<|im_end|>" for n in range(6)))
     for n in range(3):

@@ -179,6 +179,40 @@ def test_taking_turns_back_returns_to_the_nearest_state_that_is_kept(
     conversation.check_state()
 
 
+def test_a_second_return_says_as_well_what_it_reads_again(conversation: Conversation) -> None:
+    """What the first one has read again has no state to return to either, but for its own turn's."""
+    boundaries = []
+    for n in range(25):
+        conversation.turn(question(n), answer(n))
+        boundaries.append(conversation.engine.snapshots.lengths[-1])
+    conversation.chat.undo(13)
+    first = conversation.turn("something else", "yes")
+    conversation.chat.undo(2)
+    second = conversation.turn("another thing", "no")
+    assert first.cached_tokens == second.cached_tokens > 0
+    assert first.reread_tokens == boundaries[11] - first.cached_tokens > 0
+    assert second.reread_tokens == boundaries[10] - second.cached_tokens > 0
+    conversation.check_state()
+
+
+def test_going_back_in_a_loaded_conversation_says_what_is_read_again(
+    conversation: Conversation, hybrid: Any, tiny_tokenizer: Tokenizer
+) -> None:
+    boundaries = []
+    for n in range(4):
+        conversation.turn(question(n), answer(n))
+        boundaries.append(conversation.engine.snapshots.lengths[-1])
+    loaded = Conversation(hybrid, tiny_tokenizer)
+    loaded.chat.messages += conversation.chat.messages
+    assert loaded.turn("one more", "yes").reread_tokens == 0  # it was never read here
+    loaded.chat.undo(2)
+    stats = loaded.turn("something else", "no")
+    assert (stats.cached_tokens, stats.reread_tokens) == (0, boundaries[2])
+    loaded.chat.undo(4)
+    assert loaded.turn("from the start", "no").reread_tokens == 0  # the first question has nothing before it
+    loaded.check_state()
+
+
 @pytest.mark.parametrize("read", [70, 130, 250])
 def test_an_interrupted_prefill(conversation: Conversation, read: int) -> None:
     for n in range(3):

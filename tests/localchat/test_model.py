@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **DELTA_NET,
             "layer_types": ["full_attention", "linear_attention"] * 2,
             "num_hidden_layers": 4,
+            "linear_num_value_heads": 4,  # two to a key head, as in 4B and 9B; above three and one
             "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
         },
     ),

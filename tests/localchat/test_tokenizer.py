@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,54 @@ def test_truncation_and_padding_in_the_file_are_ignored(tiny_backend: Backend, t
     tiny_backend.save(str(tmp_path / "tokenizer.json"))
     assert len(Tokenizer.load(tmp_path).encode_text("a" * 20)) == 20
     assert len(Tokenizer.load(tmp_path).encode_text("a")) == 1
+
+
+WORDS = (
+    "a",
+    " b",
+    "ll",
+    "l",
+    "\n",
+    "  ",
+    "é",
+    "e\u0301",
+    "<|im_",
+    "end|>",
+    "<think>",
+    "</think>",
+    "<|im_end|>",
+    "</s>",
+    "1",
+)
+
+
+@pytest.mark.parametrize("name", ["tiny", "sentencepiece", "qwen"])
+def test_what_is_encoded_beside_a_known_text_is_what_it_is_alone(
+    name: str, tiny_tokenizer: Tokenizer, request: pytest.FixtureRequest
+) -> None:
+    tokenizer, draw = tiny_tokenizer, random.Random(name)
+    if name == "sentencepiece":
+        tokenizer = Tokenizer(sentencepiece_like())
+    elif name == "qwen":
+        tokenizer = Tokenizer.load(request.getfixturevalue("qwen_folder"))
+
+    def segments(words: list[str]) -> list[Segment]:
+        """Some control tokens are typed, and stand alone."""
+        pieces = re.split("(<think>)", "".join(words)) if typed else ["".join(words)]
+        return [Segment(piece, piece != "<think>" or not typed) for piece in pieces if piece]
+
+    for _ in range(1000):
+        typed, begins = draw.random() < 0.5, draw.choices(WORDS, k=draw.randrange(12))
+        known, new = (segments([*begins, *draw.choices(WORDS, k=draw.randrange(6))]) for _ in range(2))
+        assert tokenizer.encode_beside(new, known, tokenizer.encode(known)) == tokenizer.encode(new)
+    assert tokenizer.encode_beside(new, [], []) == tokenizer.encode(new)
+
+
+def test_a_token_that_depends_on_what_stands_before_it_is_no_place_to_cut(tiny_backend: Backend) -> None:
+    tiny_backend.add_tokens([AddedToken("ab", single_word=True)])
+    tokenizer = Tokenizer(tiny_backend)
+    known, new = ([Segment(f"<|im_end|>x xab {end}")] for end in "yz")
+    assert tokenizer.encode_beside(new, known, tokenizer.encode(known)) == tokenizer.encode(new)
 
 
 @pytest.mark.parametrize(

@@ -64,30 +64,31 @@ def test_the_fastest_wins_by_more_than_noise() -> None:
 
 
 def test_what_is_measured_is_chosen() -> None:
-    """Eight parts are best where K is long, two where there are few programs; more than 32 tokens go the other way."""
+    """Eight parts are best where K is long, two where there are few programs; more than 64 tokens go the other way."""
 
     def watch(trial: Trial) -> float | None:
         if trial.fragments == Fragments(4, 2):
             return None  # out of resources
         if trial.fragments:
-            good = Fragments(8, 2) if trial.k > 16384 else Fragments(2, 5) if trial.n == 16 * 256 else Fragments(4, 5)
+            good = Fragments(8, 2) if trial.k > 16384 else Fragments(2, 5) if trial.n == 16 * 358 else Fragments(4, 5)
             return 1e-5 if trial.fragments == good else 2e-5
-        return 1e-4 if trial.dense else 3e-6 * trial.tokens
+        return 1e-4 if trial.dense else 1e-6 * trial.tokens
 
     found = measure(Card(128, DEFAULT), watch)
     assert found is not None
     assert found.settings == cards.Settings(
-        few=Fragments(2, 5), tail=Fragments(4, 5), many=Fragments(4, 5), long=Fragments(8, 2), crossover=32
+        fewest=Fragments(4, 5), few=Fragments(2, 5), tail=Fragments(4, 5), many=Fragments(4, 5), long=Fragments(8, 2),
+        crossover=64,
     )  # fmt: skip
     times = dict(found.trials)
     assert times["long: 8 parts, batch 2; 5120 x 17408, 1 tokens"] == pytest.approx(10.0)
-    assert len(found.trials) == 4 * 5 + 2 * 3
-    assert [us for what, us in found.trials if "4 parts, batch 2" in what] == [None] * 4
+    assert len(found.trials) == 5 * 6 + 2 * 2
+    assert [us for what, us in found.trials if "4 parts, batch 2" in what] == [None] * 5
 
 
 @pytest.mark.parametrize(
     ("packed", "dense", "wanted"),
-    [(1.0, 2.0, 64), (2.0, 1.0, 8), (None, 1.0, 8), (1.0, None, 64), (None, None, 8)],
+    [(1.0, 2.0, 512), (2.0, 1.0, 32), (None, 1.0, 32), (1.0, None, 512), (None, None, 32)],
 )
 def test_the_crossover(packed: float | None, dense: float | None, wanted: int) -> None:
     found = measure(Card(82, DEFAULT), lambda trial: 1.0 if trial.fragments else dense if trial.dense else packed)
