@@ -29,6 +29,7 @@ SCALE_BYTES = 4  # of an INT8 key or value of one head
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of one forward, as in the tables of ops (which import torch)
 KV_SLAB = 32768  # keys of an INT8 cache that a card dequantises at once, at least (kernels/attention_slabs.py)
 CUDA_CONTEXT = 800_000_000  # driver, torch, Triton and cuBLAS of one process; 0.79-0.81e9 measured on an H200
+GRAPH_ROWS = 256  # of the largest graph of a few tokens (forward_graphs.py)
 DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}  # tokens; a processor reads slowly, and its cache is fp32
 SNAPSHOT_BUDGET = 4 << 30  # host memory for states to return to, of models that cannot be cut back
 
@@ -195,7 +196,8 @@ def _workspace_bytes(config: ModelConfig, device: str, *, int8_kv: bool) -> int:
     fp32 on a CPU; bf16 on a card, which also dequantises one matrix at a time into bf16 scratch and takes gated delta
     nets in chunks (kernels/gated_delta_net_prefill.py). An INT8 cache it dequantises into the same scratch, a slab at a
     time, or beside it where that is too small (kernels/attention_slabs.py); what several slabs give is fp32, and there
-    when gate, up and their product are not. As for the longest context, so that this does not depend on it.
+    when gate, up and their product are not. As for the longest context, so that this does not depend on it. And the
+    graphs of a few tokens have activations of their own, in fp32 (forward_graphs.py).
     """
     gates = config.num_attention_heads * config.attn_output_gate
     attention = (2 * config.num_attention_heads + 2 * config.num_key_value_heads + gates) * config.head_dim
@@ -205,6 +207,7 @@ def _workspace_bytes(config: ModelConfig, device: str, *, int8_kv: bool) -> int:
     if device == "cpu":
         return PREFILL_CHUNK[device] * features * 4 + logits
     scratch = max(n * k for name, n, k in _matrices(config) if name not in ("embed_tokens", "lm_head"))
+    graphs = GRAPH_ROWS * features * 4
     if int8_kv:
         elements, longest = 2 * config.num_key_value_heads * config.head_dim, config.max_position_embeddings
         slab = elements * min(longest, KV_SLAB)
@@ -213,7 +216,7 @@ def _workspace_bytes(config: ModelConfig, device: str, *, int8_kv: bool) -> int:
         features += max(0, given - 3 * config.intermediate_size)
         scratch += slab if slab > scratch else 0
     chunked = 2 * config.conv_channels + 4 * config.linear_value_size + 256 * config.linear_num_value_heads
-    return PREFILL_CHUNK[device] * (features * 2 + chunked) + logits + scratch * 2
+    return PREFILL_CHUNK[device] * (features * 2 + chunked) + graphs + logits + scratch * 2
 
 
 def _matrix_bytes(n: int, k: int, form: TensorFormat) -> tuple[int, int]:

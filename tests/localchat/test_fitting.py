@@ -159,19 +159,19 @@ def test_show_says_what_run_would_do(capsys: pytest.CaptureFixture[str], monkeyp
         return capsys.readouterr().out
 
     text = shown("--vram", "16")
-    assert "KV cache, 7,197 tokens, INT8" in text
+    assert "KV cache, 3,574 tokens, INT8" in text
     assert text.endswith(
-        "\n\nkeys and values are kept as INT8: a context of 7,197 tokens does not fit in bf16; "
-        "--kv-cache bf16 has room for 3,655\n"
+        "\n\nkeys and values are kept as INT8: a context of 3,574 tokens does not fit in bf16; "
+        "--kv-cache bf16 has room for 1,815\n"
     )
     assert "what helps" not in text and "INT8: " not in shown("--vram", "24")
-    assert "KV cache, 3,655 tokens " in shown("--vram", "16", "--kv-cache", "bf16")
+    assert "KV cache, 1,815 tokens " in shown("--vram", "16", "--kv-cache", "bf16")
     assert "KV cache, 32,768 tokens, INT8" in shown("--vram", "24", "--kv-cache", "int8")
     lines = shown("--vram", "13").splitlines()
     fixes = lines[lines.index("it does not fit; what helps:") + 1 :]
     assert len(fixes) == 3 and fixes[0] == "  `localchat run qwen3-14b` fits"
     memory = json.loads(shown("--vram", "24", "--ctx", "200000", "--kv-cache", "bf16", "--json"))["memory"]
-    assert memory["fixes"][:2] == ["--kv-cache int8 fits", "--ctx 125725 fits"]
+    assert memory["fixes"][:2] == ["--kv-cache int8 fits", "--ctx 123885 fits"]
     assert (memory["kv_cache"], memory["context"]) == ("bf16", 200_000)
 
 

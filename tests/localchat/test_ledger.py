@@ -14,8 +14,10 @@ from localchat.cache import KVCache
 from localchat.config import ModelConfig, QuantizationConfig, TensorFormat
 from localchat.cuda_ops import CudaOps
 from localchat.errors import BadCheckpoint
+from localchat.forward_graphs import SIZES
 from localchat.kernels.attention_slabs import SLAB
 from localchat.ledger import (
+    GRAPH_ROWS,
     KV_SLAB,
     PREFILL_CHUNK,
     Ledger,
@@ -223,8 +225,9 @@ def test_folder_with_a_damaged_header_is_refused_by_name(tmp_path: Path) -> None
         ledger_of_folder(tmp_path)
 
 
-def test_the_prefill_chunk_is_the_engines() -> None:
+def test_what_runs_at_once_is_the_engines() -> None:
     assert {"cpu": CpuOps.prefill_chunk, "cuda": CudaOps.prefill_chunk} == PREFILL_CHUNK
+    assert GRAPH_ROWS == SIZES[-1]
 
 
 def test_slabs_of_an_int8_cache_take_the_matrices_memory_where_they_fit() -> None:
@@ -240,6 +243,7 @@ def test_slabs_of_an_int8_cache_take_the_matrices_memory_where_they_fit() -> Non
     parts = 2048 * 2 * (2 * 8 * 32 * 128 - 3 * 3072)
     assert more == {"27b": 0, "small": 2 * 2 * 8192 * 3 * 64, "wide": 2 * 2 * 32_768 * 8 * 128 + parts}
     assert KV_SLAB == SLAB
+    assert SIZES[-1] == GRAPH_ROWS
 
 
 @pytest.mark.parametrize("int8", [False, True])
