@@ -191,7 +191,7 @@ class CudaOps(ReferenceOps):
         if linear.bits == 16:
             return linear.weight
         n, k = linear.weight.shape if linear.bits == 8 else (linear.rows, linear.qweight.shape[1] * 8)
-        if torch.cuda.is_current_stream_capturing():
+        if self._scratch.is_cuda and torch.cuda.is_current_stream_capturing():
             out = torch.empty(n, k, dtype=torch.bfloat16, device=self._scratch.device)
         else:
             if n * k > self._scratch.numel():
