@@ -157,7 +157,7 @@ class CudaOps(ReferenceOps):
         return int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows), self._units[: len(values)]
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
-        rows = x.split(min(_LOGITS, card_of(x.device).settings.crossover))
+        rows = torch.split(x, min(_LOGITS, card_of(x.device).settings.crossover))
         parts = [self._product(rms_norm(part, norm.weight, norm.eps, half=True), head) for part in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -23,6 +23,7 @@ from localchat.kernels.cards import card_of
 from localchat.kernels.gated_delta_net_few_tokens import MOST_TOKENS
 from localchat.kernels.int4_matmul import int4_matmul
 from localchat.kernels.int8_matmul import int8_matmul
+from localchat.kernels.many_tokens import arrivals_for
 from localchat.kernels.rms_norm import rms_norm
 from localchat.kernels.sampling import sample, sampling_scratch, sampling_settings
 from localchat.kernels.swiglu import swiglu
@@ -106,6 +107,7 @@ class Cases:
 
     def products(self, tokens: Sequence[int]) -> Iterator[Case]:
         """The packed products by themselves, as a step of so many tokens calls them."""
+        arrivals = arrivals_for(self.device)
         for name, linears in {**self.matrices(), "lm_head": [self.head] * _PREFILL_CALLS}.items():
             n, k = linears[0].rows, linears[0].columns
             packed = self._torch_int4(n, k) if linears[0].bits == 4 else []
@@ -116,7 +118,7 @@ class Cases:
                 if packed:
                     half = self._random(count, k).bfloat16()
                     peer = [partial(torch.ops.aten._weight_int4pack_mm, half, w, 128, s) for w, s in packed]
-                calls = [_packed_product(y, scale, linear, residual) for linear in linears]
+                calls = [_packed_product(y, scale, linear, residual, arrivals) for linear in linears]
                 yield self._product_case("product", name, linears[:1], count, calls, peer)
 
     def small(self) -> Iterator[Case]:
@@ -295,11 +297,11 @@ class Cases:
         return torch.randn(*shape, device=self.device)
 
 
-def _packed_product(y: Tensor, scale: Tensor, linear: Linear, residual: Tensor | None) -> Call:
+def _packed_product(y: Tensor, scale: Tensor, linear: Linear, residual: Tensor | None, arrivals: Tensor) -> Call:
     if linear.bits == 4:
         stored = (linear.qweight, linear.scales, linear.mins, linear.bias, residual)
-        return partial(int4_matmul, y, scale, *stored, rows=linear.rows)
-    return partial(int8_matmul, y, scale, linear.weight, linear.scales, linear.bias, residual)
+        return partial(int4_matmul, y, scale, *stored, rows=linear.rows, arrivals=arrivals)
+    return partial(int8_matmul, y, scale, linear.weight, linear.scales, linear.bias, residual, arrivals=arrivals)
 
 
 def _for(stream: Any, norm: RMSNorm) -> Any:
