@@ -13,9 +13,10 @@ and 4 bytes a row for its scale.
 
 The kernel here, `attention_prefill`, is for a chunk of tokens behind a cached prefix: a program takes a tile of (token,
 head of the group) rows, so keys and values are read once for the whole group and few tokens still fill a tile. Only
-blocks that the diagonal cuts are masked. Positions are contiguous: the first one says all. One token, with what comes
-before and after it: attention_decode.py. Both have the online softmax of FlashAttention-2 (arXiv 2307.08691) in base 2
-and fp32 accumulators; q, keys and values bf16 (or fp32, multiplied as such; or INT8 under either), D a power of two.
+blocks that the diagonal cuts are masked. Positions are contiguous: the first and the last say all. One token, with what
+comes before and after it: attention_decode.py. Both have the online softmax of FlashAttention-2 (arXiv 2307.08691) in
+base 2 and fp32 accumulators; q, keys and values bf16 (or fp32, multiplied as such; or INT8 under either), D a power of
+two.
 """
 
 from collections.abc import Sequence
@@ -315,9 +316,9 @@ def attention_prefill(
     last position and one, and q is in its memory's dtype (fp16). The output is in `dtype`: fp32, bf16, or fp16 divided
     by UNIT (kernels/scaled_half.py), as a packed product behind it takes it.
     Positions are those of consecutive tokens, of which only the first and the last are read; behind them the last one
-    may come again (kernels/padding.py). Where there are fewer programs than a card has
-    multiprocessors, each takes a part of the context, and one launch more puts the parts together (attention_parts.py),
-    as it does with those of several slabs. The result depends on the inputs and the number of parts alone, bit for bit.
+    may come again (kernels/padding.py). Where there are fewer programs than a card has multiprocessors, each takes a
+    part of the context, and one launch more puts the parts together (attention_parts.py), as it does with those of
+    several slabs. The result depends on the inputs and the number of parts alone, bit for bit.
 
     Raises:
         ValueError: a dtype or shape is another, or a tensor is not contiguous.

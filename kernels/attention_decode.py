@@ -12,7 +12,7 @@ serves every length. There is one program per KV head and part.
 * The newest key and value are made by the program whose part ends with them. It writes them into the cache, and its
   softmax begins with them, rounded as the cache holds them: no program reads what another of the launch wrote there.
 * A part's last block is taken first: it alone needs a mask. Earlier steps have written all that is in it, so it is
-  loaded before the wait (kernels/pdl.py), and of a short context that is all there is.
+  loaded before the wait (kernels/pdl.py), and of a short context that is half of what there is, or all.
 * The parts of a KV head are put together by the one of its programs that arrives last at the head's counter. It takes
   them in their order, so who that is makes no difference to the result, and leaves the counter at zero.
 """

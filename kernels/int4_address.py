@@ -17,12 +17,6 @@ def tile_offset(block, tile, row, word, words_k, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def word_offset(n, word, words_k, WHOLE: tl.constexpr):
-    """Where word `word` of row n lies; words_k and WHOLE as above."""
-    return tile_offset(n // 16, word // 16, n % 16, word % 16, words_k, WHOLE)
-
-
-@triton.jit
 def scale_offset(n, group, groups):
     """Where the scale, and the minimum, of row n and a group lies; groups: K / G."""
     row = n % 16

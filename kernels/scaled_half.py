@@ -2,7 +2,7 @@
 
 x fp32 or bf16 [T, K]; y fp16 [T, K]; row_scale fp32 [T], so that x = y * row_scale up to fp16's rounding (dividing
 by a power of two is exact). s is the smallest power of two that brings the row's largest magnitude down to 512, and 1
-where it is already there. Moves each row in twice (the second time from L2) and out once.
+where it is already there. rms_norm.py and swiglu.py end with it.
 
 Trained models reach 1e4 and more in front of down_proj, and fp16 ends at 65,504.
 
@@ -17,15 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localchat.kernels.checks import check_tensor
 from localchat.kernels.gpu import tl, triton
-from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 LIMIT = 512.0
 UNIT = 8.0
 _LARGEST = tl.constexpr(65504.0)
 _UNIT = tl.constexpr(UNIT)
-_BLOCK = 4096
 
 
 class Squares(NamedTuple):
@@ -100,41 +97,6 @@ def factor_options(row_scale: "Tensor | Squares") -> tuple[Tensor, int, float, i
         parts = row_scale.parts.shape[1]
         return row_scale.parts, parts, row_scale.eps, triton.next_power_of_2(parts)
     return row_scale, 1, 0.0, 0
-
-
-@triton.jit
-def _scaled_half_kernel(x_ptr, y_ptr, scale_ptr, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    let_next_start(PDL)
-    row = tl.program_id(0)
-    x_row = x_ptr + row.to(tl.int64) * K
-    y_row = y_ptr + row.to(tl.int64) * K
-    offsets = tl.arange(0, BLOCK)
-    peaks = tl.zeros([BLOCK], tl.float32)
-    wait_for_previous(PDL)
-    for start in range(0, K, BLOCK):
-        x = tl.load(x_row + start + offsets, mask=start + offsets < K, other=0.0).to(tl.float32)
-        peaks = tl.maximum(peaks, tl.abs(x))
-    scale, inverse = power_of_two_scale(tl.max(peaks, 0))
-    tl.store(scale_ptr + row, scale)
-    for start in range(0, K, BLOCK):
-        mask = start + offsets < K
-        x = tl.load(x_row + start + offsets, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_row + start + offsets, (x * inverse).to(tl.float16), mask=mask)
-
-
-def scaled_half(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x fp32 or bf16 [T, K] -> y fp16 [T, K], row_scale fp32 [T].
-
-    Raises:
-        ValueError: x has another dtype or shape, or is not contiguous.
-    """
-    check_tensor("scaled_half: x", x, (torch.float32, torch.bfloat16), (None, None))
-    tokens, k = x.shape
-    y = torch.empty(tokens, k, dtype=torch.float16, device=x.device)
-    row_scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    block = min(_BLOCK, triton.next_power_of_2(k))
-    _scaled_half_kernel[(tokens,)](x, y, row_scale, k, BLOCK=block, num_warps=warps_for(block), **pdl_options(x))
-    return y, row_scale
 
 
 def warps_for(block: int) -> int:

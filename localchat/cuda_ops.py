@@ -157,7 +157,7 @@ class CudaOps(ReferenceOps):
         return int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows), self._units[: len(values)]
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
-        rows = x.split(min(_LOGITS, card_of(x.device).settings.crossover))
+        rows = torch.split(x, min(_LOGITS, card_of(x.device).settings.crossover))
         parts = [self._product(rms_norm(part, norm.weight, norm.eps, half=True), head) for part in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -191,7 +191,7 @@ class CudaOps(ReferenceOps):
         if linear.bits == 16:
             return linear.weight
         n, k = linear.weight.shape if linear.bits == 8 else (linear.rows, linear.qweight.shape[1] * 8)
-        if torch.cuda.is_current_stream_capturing():
+        if self._scratch.is_cuda and torch.cuda.is_current_stream_capturing():
             out = torch.empty(n, k, dtype=torch.bfloat16, device=self._scratch.device)
         else:
             if n * k > self._scratch.numel():

@@ -15,8 +15,6 @@ from torch import Tensor
 from localchat.kernels.padding import padded
 
 if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
-
     from localchat.cache import KVCache
     from localchat.model import Model
 
@@ -46,7 +44,6 @@ class ForwardGraphs:
         self._sizes = [size for size in SIZES if size <= most]
         self._ran: set[int] = set()  # sizes of which a whole forward has run: all of it is compiled
         self._captured: dict[int, _Captured] = {}
-        self._pool: _POOL_HANDLE | None = None  # one memory for all: they run one after the other
 
     def size(self, tokens: int, start: int) -> int | None:
         """To how many rows a forward of `tokens` behind `start` others is filled up; None: it is none for a graph.
@@ -90,11 +87,13 @@ class ForwardGraphs:
         return found.hidden
 
     def _capture(self, size: int) -> _Captured:
-        """Record a forward; nothing runs, so cache and states stay as they are."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        """Record a forward; nothing runs, so cache and states stay as they are.
+
+        All have one memory, that of the first: they run one after the other.
+        """
+        pool = next((captured.graph.pool() for captured in self._captured.values()), None)
         ids, positions = (torch.zeros(size, dtype=torch.int64, device=self._model.device) for _ in range(2))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=pool):
             hidden = self._model(ids, positions, self._cache)
         return _Captured(graph, ids, positions, hidden)

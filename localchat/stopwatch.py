@@ -14,6 +14,7 @@ from torch import Tensor
 
 from localchat.kernels.cards import Fragments
 from localchat.kernels.int4_matmul import dequantize_int4, int4_matmul
+from localchat.kernels.many_tokens import arrivals_for
 from localchat.kernels.scaled_half import UNIT
 
 _BATCH = 0.005  # seconds of replays between two looks at the clock
@@ -108,8 +109,9 @@ class Stopwatch:
             return [lambda i=i: dense(i) for i in range(count)]  # type: ignore[misc]
         units = torch.full((tokens,), UNIT, device=self._device)
         values, out = (x / UNIT).half(), torch.empty(tokens, n, device=self._device)
+        arrivals, settings = arrivals_for(self._device), trial.fragments
 
         def packed(i: int) -> Tensor:
-            return int4_matmul(values, units, words[i], scales[i], out=out, settings=trial.fragments)
+            return int4_matmul(values, units, words[i], scales[i], out=out, arrivals=arrivals, settings=settings)
 
         return [lambda i=i: packed(i) for i in range(count)]  # type: ignore[misc]

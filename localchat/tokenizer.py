@@ -108,8 +108,11 @@ class Tokenizer:
 
     def _last_added_token(self, text: str, end: int) -> int:
         """Where the last added token within the first `end` characters begins; 0 where there is none."""
-        # White space that is an added token may overlap with itself.
-        return max([0, *(text.rfind(token, 0, end) for token in self.added_tokens if token.strip())])
+        found = 0
+        for token in self.added_tokens:
+            if token.strip():  # white space that is an added token may overlap with itself
+                found = max(found, text.rfind(token, found, end))
+        return found
 
     def _plain_ids(self, text: str) -> Iterator[int]:
         """The stages of encoding without the first one, which finds added tokens."""

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from localchat.cache import KVCache
 from localchat.cuda_ops import Summed
+from localchat.kernels.cards import card_of
 from localchat.kernels.gated_delta_net_few_tokens import MOST_TOKENS
 from localchat.kernels.int4_matmul import int4_matmul
 from localchat.kernels.int8_matmul import int8_matmul
+from localchat.kernels.many_tokens import arrivals_for
 from localchat.kernels.rms_norm import rms_norm
 from localchat.kernels.sampling import sample, sampling_scratch, sampling_settings
-from localchat.kernels.scaled_half import scaled_half
 from localchat.kernels.swiglu import swiglu
 from localchat.model import Linear, Model, RMSNorm
 from localchat.sampling import Sampling
@@ -66,6 +67,7 @@ class Cases:
         self.delta_nets = [layer for layer in layers if layer.kind == "linear_attention"]
         self.layers = layers
         self.head: Linear = model.embed_tokens if self.config.tie_word_embeddings else model.lm_head
+        self.few = card_of(self.device).settings.crossover  # tokens that the packed products take
         self.left_out: list[str] = []  # for want of memory
 
     def matrices(self) -> dict[str, list[Linear]]:
@@ -105,28 +107,27 @@ class Cases:
 
     def products(self, tokens: Sequence[int]) -> Iterator[Case]:
         """The packed products by themselves, as a step of so many tokens calls them."""
+        arrivals = arrivals_for(self.device)
         for name, linears in {**self.matrices(), "lm_head": [self.head] * _PREFILL_CALLS}.items():
             n, k = linears[0].rows, linears[0].columns
             packed = self._torch_int4(n, k) if linears[0].bits == 4 else []
             for count in tokens:
-                y, scale = scaled_half(self._random(count, k))
+                y, scale = self._random(count, k).half(), torch.ones(count, device=self.device)
                 residual = self._random(count, n) if name in ("down", "o", "out") else None
                 peer: list[Call] = []
                 if packed:
                     half = self._random(count, k).bfloat16()
                     peer = [partial(torch.ops.aten._weight_int4pack_mm, half, w, 128, s) for w, s in packed]
-                calls = [_packed_product(y, scale, linear, residual) for linear in linears]
+                calls = [_packed_product(y, scale, linear, residual, arrivals) for linear in linears]
                 yield self._product_case("product", name, linears[:1], count, calls, peer)
 
     def small(self) -> Iterator[Case]:
         """Kernels between the products of one token."""
         hidden, inter, ops = self.config.hidden_size, self.config.intermediate_size, self.ops
         x, gate_up = self._random(1, hidden), self._random(1, 2 * inter)
-        heads = self._random(1, self.config.q_size)
         positions, norm = torch.tensor([1000], device=self.device), self.model.norm
         cases: list[tuple[str, int, Call]] = [
             ("rms_norm", hidden * 6, partial(rms_norm, x, norm.weight, norm.eps, half=True)),
-            ("scaled_half", self.config.q_size * 6, partial(scaled_half, heads)),
             ("swiglu", inter * 10, partial(swiglu, gate_up, half=True)),
             ("rotary", 8 * len(self.model.inv_freq), partial(ops.rotary, positions, self.model.inv_freq, 1.0)),
         ]
@@ -156,7 +157,7 @@ class Cases:
         cache = self._cache(replace(config, num_hidden_layers=copies, layer_types=kinds), context)
         first, width = self.attention[0].self_attn, config.q_size * (1 + config.attn_output_gate) + 2 * config.kv_size
         qkv = self._random(tokens, width)
-        if tokens > 64:
+        if tokens > self.few:
             qkv = qkv.bfloat16()
         positions = torch.arange(context - tokens, context, device=self.device)
         rope = self.ops.rotary(positions, self.model.inv_freq, config.rope.attention_factor)
@@ -180,7 +181,7 @@ class Cases:
         kinds = ("linear_attention",) * copies
         cache = self._cache(replace(config, num_hidden_layers=copies, layer_types=kinds), 1)
         qkvz = self._random(tokens, config.conv_channels + config.linear_value_size)
-        if tokens > 64:
+        if tokens > self.few:
             qkvz = qkvz.bfloat16()
         positions = torch.arange(tokens, device=self.device)
         stream, calls = self._stream(tokens), []
@@ -227,17 +228,14 @@ class Cases:
 
     def _stream(self, tokens: int) -> Tensor | Summed:
         """What a mixer reads: the sum at the end of a layer."""
-        layer, inner = self.layers[0], self._random(tokens, self.config.intermediate_size)
-        if tokens == 1:
-            inner = inner.half()
+        layer, inner = self.layers[0], self._heads(tokens, self.config.intermediate_size)
         x = self._random(tokens, self.config.hidden_size)
         stream: Tensor | Summed = self.ops.linear_add(inner, layer.mlp.down_proj, x, layer.input_layernorm)
         return stream
 
     def _heads(self, tokens: int, size: int) -> Tensor:
-        """What a mixer gives: of one token fp16."""
-        heads = self._random(tokens, size)
-        return heads.half() if tokens == 1 else heads
+        """What a mixer gives: fp16 of few tokens."""
+        return self._random(tokens, size).to(torch.float16 if tokens <= self.few else torch.bfloat16)
 
     def _product_case(
         self,
@@ -299,11 +297,11 @@ class Cases:
         return torch.randn(*shape, device=self.device)
 
 
-def _packed_product(y: Tensor, scale: Tensor, linear: Linear, residual: Tensor | None) -> Call:
+def _packed_product(y: Tensor, scale: Tensor, linear: Linear, residual: Tensor | None, arrivals: Tensor) -> Call:
     if linear.bits == 4:
         stored = (linear.qweight, linear.scales, linear.mins, linear.bias, residual)
-        return partial(int4_matmul, y, scale, *stored, rows=linear.rows)
-    return partial(int8_matmul, y, scale, linear.weight, linear.scales, linear.bias, residual)
+        return partial(int4_matmul, y, scale, *stored, rows=linear.rows, arrivals=arrivals)
+    return partial(int8_matmul, y, scale, linear.weight, linear.scales, linear.bias, residual, arrivals=arrivals)
 
 
 def _for(stream: Any, norm: RMSNorm) -> Any:

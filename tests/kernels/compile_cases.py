@@ -452,8 +452,6 @@ def cases() -> list[Case]:
     rope_signature = f"*i64 *bf16 *bf16 *bf16 {integers}"
     return [
         *_row_cases(),
-        Case("scaled_half fp32", "scaled_half._scaled_half_kernel", "*fp32 *fp16 *fp32 i32:16", {"BLOCK": 4096}, 16),
-        Case("scaled_half bf16", "scaled_half._scaled_half_kernel", "*bf16 *fp16 *fp32 i32:16", {"BLOCK": 4096}, 16),
         Case(
             "int8_embedding",
             "int8_embedding._int8_embedding_kernel",

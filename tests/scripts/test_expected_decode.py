@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -104,7 +105,7 @@ def test_a_step_is_recorded_whole() -> None:
     both = {"in_proj_qkvz": linear, "in_proj_ba": linear, "out_proj": linear, "qkv_proj": full, "o_proj": full}
     assert said["names"] == both | {"gate_up_proj": linear + full, "down_proj": linear + full, "lm_head": 1}
     assert (said["first"], said["last"]) == ("_mark_seen_kernel", "_advance_kernel")
-    assert said["batches"] == [[5120, 3], [6144, 5], [17408, 2]]
+    assert said["batches"] == [[5120, 2], [5120, 3], [6144, 3], [17408, 2]]
 
 
 FORWARD = """
@@ -113,25 +114,34 @@ sys.path[:0] = [sys.argv[1]]
 from launches import forward_launches
 from localchat.kernels.cards import TABLE
 from localchat.registry import MODELS
-seen = {tokens: forward_launches(MODELS["qwen3.5-27b"], TABLE["NVIDIA H200"], 1024, tokens) for tokens in (2, 16)}
+seen = {tokens: forward_launches(MODELS["qwen3.5-27b"], TABLE["NVIDIA H200"], 1024, tokens) for tokens in (2, 8, 16)}
 print(json.dumps({t: [[launch.name for launch in launches], sorted(names)] for t, (launches, names) in seen.items()}))
 """
 
 
 def test_a_forward_of_a_few_tokens_is_its_kernels() -> None:
-    """Six launches a delta net layer, seven an attention layer; torch makes memory and views, and computes nothing."""
+    """Six launches a delta net layer, seven an attention layer; torch makes memory and views, and computes nothing.
+
+    From nine tokens on what stands between two products is launches of its own.
+    """
     done = compiling("-c", FORWARD, str(SCRIPTS))
     assert done.returncode == 0, done.stderr
-    product = "int4_few_tokens_kernel"
+    said = json.loads(done.stdout)
     delta_net = ["_int8_gemv_kernel", "_few_tokens_kernel"]
     attention = ["_rope_kv_write_kernel", "_attention_prefill_kernel", "_attention_join_kernel"]
-    layers = [[product, *mixer, *[product] * 3] for mixer in (*[delta_net] * 3, attention)] * 16
-    norm = ["_rms_norm_kernel"]
-    first = ["_int8_embedding_kernel", "_rotary_kernel", *norm, product, *norm, *layers[0][1:]]
-    wanted = [*first, *(name for layer in layers[1:] for name in layer), *norm]
-    for tokens, (names, others) in json.loads(done.stdout).items():
-        assert names == [*wanted, {"2": "int8_few_tokens_kernel", "16": "_int8_gemm_kernel"}[tokens]]
-        assert set(others) <= {"aten.empty.memory_format", "aten.empty_like.default", "aten.slice.Tensor"}
+    mixers = [*[delta_net] * 3, attention] * 16
+    start, norm = ["_int8_embedding_kernel", "_rotary_kernel"], ["_rms_norm_kernel"]
+    product = ["int4_few_tokens_kernel"]
+    layers = [[*product, *mixer, *product * 3] for mixer in mixers]
+    layers[0][:1] = [*norm, *product, *norm]  # behind the embedding, which sums no squares
+    few = [*start, *chain(*layers), *norm, "int8_few_tokens_kernel"]
+    many = ["many_tokens_kernel"]
+    mlp = [*norm, *many, "_swiglu_kernel", *many]
+    layers = [[*norm, *many, *(norm if mixer is delta_net else []), *mixer, *many, *mlp] for mixer in mixers]
+    for tokens, wanted in (("2", few), ("8", few), ("16", [*start, *chain(*layers), *norm, *many])):
+        names, others = said[tokens]
+        assert names == wanted
+        assert {name.split(".")[1] for name in others} <= {"empty", "empty_like", "slice", "split", "view"}
 
 
 def test_a_small_model_from_end_to_end() -> None:
