@@ -210,7 +210,8 @@ def rope_kv_write(
     """Writes keys and values (bf16 or fp32) in place, returns q [T, Hq, D] in their dtype.
 
     scales: those of keys and of values, which are INT8 then; written as well. Then q comes in `q_dtype`: bf16, fp32, or
-    fp16, where it ends at 65,504. Of rows that fill up (kernels/padding.py) nothing is written.
+    fp16, where it ends at 65,504. Positions are consecutive; of rows that fill up (kernels/padding.py) nothing is
+    written.
 
     Raises:
         ValueError: a dtype or shape is another, a tensor is not contiguous, or only one of the two norms is there.

@@ -103,7 +103,8 @@ def test_queries_and_keys_at_far_positions(device: torch.device, rope: tuple[Mod
     cos, sin = rotary_table(positions, inv_freq, config.rope.attention_factor)
     qkv = torch.randn(len(POSITIONS), config.q_size + 2 * config.kv_size, device=device)
     cache = [torch.empty(kv_heads, POSITIONS[-1] + 1, head_dim, device=device) for _ in range(2)]
-    q = rope_kv_write(qkv, None, None, 0.0, cos, sin, positions, *cache)
+    rows = [slice(n, n + 1) for n in range(len(POSITIONS))]  # one a call: positions of a call are consecutive
+    q = torch.cat([rope_kv_write(qkv[n], None, None, 0.0, cos[n], sin[n], positions[n], *cache) for n in rows])
     heads = qkv.view(len(POSITIONS), -1, head_dim)[:, : config.num_attention_heads + kv_heads].cpu().double()
     low, high = heads[..., : rotary_dim // 2], heads[..., rotary_dim // 2 : rotary_dim]
     c, s, bound = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor, bound_of(angles, factor)[:, None]
