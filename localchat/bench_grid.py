@@ -92,7 +92,7 @@ def run_grid(
     """
     if min(prompts) < 1:
         raise UsageError("a prompt of 0 tokens cannot be read.", "--depth 0 is an empty cache.")
-    context = max(depths) + max(*prompts, decode_tokens + 1) + 1
+    context = max(depths) + max(*prompts, decode_tokens + 1)  # the last drawn id of a row needs no room
     what = f"{context:,} tokens, the longest row,"
     refuse_beyond(model, context, what, device=device, int8_kv=int8_kv, vram=vram)
     loaded, load_seconds = load(model, device)

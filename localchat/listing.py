@@ -160,6 +160,7 @@ def print_bench_grid(name: str, grid: "Grid", *, as_json: bool) -> int:
         ("model", grid.model if grid.synthetic else registry_name(name)),
         ("device", f"{grid.device}, {grid.threads} threads" if grid.device == "cpu" else grid.device),
         ("context", f"{grid.context:,} tokens; what is deep was made, not read"),
+        *([("keys and values", "INT8")] if grid.int8_kv else []),
         ("weights read per token", size_text(grid.bytes_per_token)),
     ]
     if grid.read_bandwidth:

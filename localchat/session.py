@@ -21,12 +21,13 @@ from localchat.listing import describe_config
 from localchat.memory_table import Memory, measure, memory_on, table_text
 from localchat.model_switch import ModelSwitch
 from localchat.prepare import registry_name, say
+from localchat.prompt_bar import with_bar
 from localchat.sampling import Sampling
 from localchat.saved import Saved
 from localchat.slash_conversations import ConversationCommands, resumed
 from localchat.stats import memory_used
 from localchat.statusline import notices, stats_block
-from localchat.stream import Look, console_for, stream_reply
+from localchat.stream import Look, TerminalPrinter, console_for, stream_reply
 from localchat.template import ChatTemplate
 from localchat.text_safety import one_line
 from localchat.tokenizer import Tokenizer
@@ -137,6 +138,8 @@ def answer(opened: Opened, prompt: str, saved: Saved) -> int:
         for line in resumed(opened.chat, conversation, autosave.model).splitlines():
             say(line)
     printer = one_answer.printer_of(args, opened.look)
+    if not isinstance(printer, TerminalPrinter):  # which has a bar of its own
+        chunks = with_bar(chunks)
     reply = stream_reply(chunks, printer)
     if reply.last is not None and args.verbose:
         print(stats_block(reply.last.stats, opened.chat.sampling.seed, opened.load_seconds), file=sys.stderr)

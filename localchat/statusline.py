@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from localchat.chat import Chunk
 
 _BAR_WIDTH = 20
+_LEAST_BAR = 5
 _WORTH_A_BAR = 1.0  # seconds
 
 
@@ -35,20 +36,31 @@ def status_line(stats: Stats, device: str, limit: CardLimit | None = None) -> st
     return " - ".join([*parts, f"{used / 1e9:.1f}/{total / 1e9:.1f} GB"])
 
 
-def prefill_line(stats: Stats) -> str:
-    """The bar while the prompt is read: share, tokens, speed, time left. Where it is read in about a second: ""."""
+def prefill_line(stats: Stats, width: int = 200) -> str:
+    """The bar while the prompt is read: share, tokens, speed, time left. Where it is read in about a second: "".
+
+    In fewer than `width` columns the bar is shorter, then tokens and speed are left out: the time left comes first.
+    """
     total = max(stats.prompt_tokens - stats.cached_tokens, 1)
     done = min(stats.prefilled_tokens, total)
     expected = total / stats.prefill_rate if stats.prefill_rate > 0 else stats.prefill_seconds
     if expected < _WORTH_A_BAR:
         return ""
-    bar = "#" * (_BAR_WIDTH * done // total)
-    parts = [f"prefill [{bar:-<{_BAR_WIDTH}}] {100 * done // total} %", f"{done:,}/{total:,} tok"]
+    count, speed = f"{done:,}/{total:,} tok", f"{stats.prefill_rate:.0f} tok/s"
+    again = f"{stats.reread_tokens:,} of them read again"
+    parts = [f"{100 * done // total} %", count]
     if stats.prefill_rate > 0:
-        parts += [f"{stats.prefill_rate:.0f} tok/s", f"{(total - done) / stats.prefill_rate:.0f} s left"]
+        parts += [speed, f"{(total - done) / stats.prefill_rate:.0f} s left"]
     if stats.reread_tokens:
-        parts.append(f"{stats.reread_tokens:,} of them read again")
-    return " - ".join(parts)
+        parts.append(again)
+    for least in (again, count, speed):
+        if len("prefill " + " - ".join(parts)) > width and least in parts:
+            parts.remove(least)
+    text = " - ".join(parts)
+    size = min(_BAR_WIDTH, width - len(f"prefill [] {text}"))
+    if size >= _LEAST_BAR:
+        return f"prefill [{'#' * (size * done // total):-<{size}}] {text}"
+    return f"prefill {text}" if len(f"prefill {text}") <= width else text
 
 
 def thought_line(stats: Stats) -> str:

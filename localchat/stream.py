@@ -295,7 +295,8 @@ class TerminalPrinter:
         if self._kind == "thought" and (self.folded or self._look.hide_thinking):
             tail = [Text(f"thinking, {counted(chunk.stats.thought_tokens, 'token')}", style="dim")]
         device, limit = self._look.device, self._look.limit
-        line = prefill_line(chunk.stats) if chunk.kind == "prefill" else status_line(chunk.stats, device, limit)
+        reading = chunk.kind == "prefill"
+        line = prefill_line(chunk.stats, self._width()) if reading else status_line(chunk.stats, device, limit)
         status = Text(line or "reading the prompt", style="dim")
         self._area.draw(self._take_finished(all_of_them=any(row.plain for row in tail)), [*tail, status])
 

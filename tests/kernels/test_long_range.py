@@ -11,11 +11,12 @@ from torch import Tensor
 from localchat.config import ModelConfig
 from localchat.kernels.attention import attention_prefill, attention_reference
 from localchat.kernels.attention_decode import attention_decode
+from localchat.kernels.attention_slabs import Slabs
 from localchat.kernels.gated_delta_net import gated_delta_net_reference
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int8_embedding import int8_embedding
 from localchat.kernels.rms_norm import rms_norm
-from localchat.kernels.rope_kv_write import rope_kv_write
+from localchat.kernels.rope_kv_write import quantize_rows, rope_kv_write
 from localchat.kernels.rotary import rotary_table
 from localchat.kernels.swiglu import swiglu
 from localchat.rope import inverse_frequencies, rotary
@@ -102,8 +103,8 @@ def test_queries_and_keys_at_far_positions(device: torch.device, rope: tuple[Mod
     cos, sin = rotary_table(positions, inv_freq, config.rope.attention_factor)
     qkv = torch.randn(len(POSITIONS), config.q_size + 2 * config.kv_size, device=device)
     cache = [torch.empty(kv_heads, POSITIONS[-1] + 1, head_dim, device=device) for _ in range(2)]
-    rows = [[rows[i : i + 1] for rows in (cos, sin, positions)] for i in range(len(POSITIONS))]  # not consecutive ones
-    q = torch.cat([rope_kv_write(qkv[i : i + 1], None, None, 0.0, *row, *cache) for i, row in enumerate(rows)])
+    rows = [slice(n, n + 1) for n in range(len(POSITIONS))]  # one a call: positions of a call are consecutive
+    q = torch.cat([rope_kv_write(qkv[n], None, None, 0.0, cos[n], sin[n], positions[n], *cache) for n in rows])
     heads = qkv.view(len(POSITIONS), -1, head_dim)[:, : config.num_attention_heads + kv_heads].cpu().double()
     low, high = heads[..., : rotary_dim // 2], heads[..., rotary_dim // 2 : rotary_dim]
     c, s, bound = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor, bound_of(angles, factor)[:, None]
@@ -177,6 +178,37 @@ def check_planted(
 def test_one_key_far_back_is_found(device: torch.device, relative: Relative, at: int) -> None:
     q, keys, values, positions = planted(device, torch.bfloat16, 20, (4, 2), 64, 1100, at)
     check_planted(relative, q, keys, values, positions, [0, 7, 19], splits=7)
+
+
+def check_planted_int8(relative: Relative, q: Tensor, rows: tuple[Tensor, ...], positions: Tensor, room: int) -> None:
+    """The same over an INT8 cache, whose blocks are read as they are and by slabs of at most `room` keys."""
+    (keys, key_scales), (values, value_scales) = (quantize_rows(r.float().nan_to_num(0.0)) for r in rows)
+    length, scales = int(positions[-1]) + 1, (key_scales, value_scales)
+    for scale in scales:
+        scale[:, length:] = float("nan")
+    sampled = [0, len(q) // 2, len(q) - 1]
+    wanted = attention_reference(q[sampled].float(), keys, values, positions[sampled], scales=scales)
+    memory = torch.empty(2 * len(keys) * q.shape[-1] * room, dtype=torch.float16, device=q.device)
+    for heads, slabs in ((q, None), (q.half(), Slabs(length, memory))):
+        out = attention_prefill(heads, keys, values, positions, scales=scales, slabs=slabs)[sampled]
+        assert relative(out, wanted) < 2.5e-3
+        assert float((out - 10).abs().max()) < 0.5
+
+
+@pytest.mark.parametrize("at", [0, 3, 997])
+def test_one_key_far_back_is_found_in_int8(device: torch.device, relative: Relative, at: int) -> None:
+    q, keys, values, positions = planted(device, torch.bfloat16, 20, (4, 2), 64, 1100, at)
+    check_planted_int8(relative, q, (keys, values), positions, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", [0, 65_536, 99_000])
+@pytest.mark.parametrize(("heads", "head_dim"), [((24, 4), 256), ((40, 8), 128), ((9, 3), 64)])
+def test_one_key_of_100k_is_found_in_int8(
+    card: torch.device, relative: Relative, heads: tuple[int, int], head_dim: int, at: int
+) -> None:
+    q, keys, values, positions = planted(card, torch.bfloat16, 200, heads, head_dim, 100_003, at)
+    check_planted_int8(relative, q, (keys, values), positions, 32_768)
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(
     words = ["--synthetic", "--gpu", "cpu", *lengths]
     assert cli.main(["bench", "qwen2.5-72b", *words]) == 4
     sentence, hint = capsys.readouterr().err.splitlines()[-2:]
-    wanted = "633" if lengths else "640"
+    wanted = "632" if lengths else "640"
     assert sentence.endswith(f"the model and a context of {wanted} tokens do not fit into 25.0 GB of memory.")
     assert re.fullmatch(r"`localchat bench [\w.-]+` fits\.", hint)
 

@@ -1,6 +1,7 @@
 """The rows of a benchmark: what they count, and that a made context is one that a model can go on from."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -92,6 +93,27 @@ def test_lengths_that_cannot_be_are_refused(scripted: Callable[..., Path]) -> No
         bench_grid.run_grid(scripted("ok"), depths=(0, most))
     with pytest.raises(UsageError, match="0 tokens cannot be read"):
         bench_grid.run_grid(scripted("ok"), prompts=(0, 5))
+
+
+def test_rows_may_fill_the_whole_context(scripted: Callable[..., Path], tmp_path: Path) -> None:
+    """A prompt of as many tokens as the model was made for, and drawing until the cache is full."""
+    model = Path(shutil.copytree(scripted("ok"), tmp_path / "short"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 300}))
+    for prompts, depths, tokens in (((300,), (0,), 1), ((1,), (296,), 3)):
+        grid = bench_grid.run_grid(model, prompts=prompts, depths=depths, decode_tokens=tokens, repeats=1)
+        assert grid.context == 300
+        assert [row.tokens for row in grid.rows] == [*prompts, tokens]
+    with pytest.raises(UsageError, match="301 tokens, the longest row, are more than the 300 of"):
+        bench_grid.run_grid(model, prompts=(1,), depths=(297,), decode_tokens=3)
+
+
+def test_int8_keys_and_values_are_said(
+    scripted: Callable[..., Path], command: Callable[..., CompletedProcess[bytes]]
+) -> None:
+    flags = ("bench", scripted("ok"), "--prompt", "9", "-n", "2", "--gpu", "cpu")
+    assert b"keys and values           INT8\n" in command(*flags, "--kv-cache", "int8").stdout
+    assert b"keys and values" not in command(*flags).stdout
 
 
 def test_the_command(scripted: Callable[..., Path], command: Callable[..., CompletedProcess[bytes]]) -> None:

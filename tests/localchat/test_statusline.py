@@ -39,6 +39,18 @@ def test_prefill_line() -> None:
     assert "[####################] 100 %" in statusline.prefill_line(replace(STATS, prefilled_tokens=9999))
 
 
+def test_a_narrow_terminal_keeps_the_time_left() -> None:
+    """131,072 tokens in the 79 columns of an ordinary terminal, and in fewer: nothing is cut off at the end."""
+    long = replace(STATS, prompt_tokens=131_172, prefilled_tokens=107_000, prefill_seconds=14.3)
+    for stats in (long, replace(long, reread_tokens=90_000)):
+        lines = {width: statusline.prefill_line(stats, width) for width in range(19, 120)}
+        assert all(len(line) <= width and " s left" in line for width, line in lines.items())
+    assert lines[19] == "81 % - 3 s left"
+    assert lines[39] == "prefill 81 % - 7483 tok/s - 3 s left"
+    assert lines[79] == "prefill [##############----] 81 % - 107,000/131,072 tok - 7483 tok/s - 3 s left"
+    assert lines[119].endswith(" - 3 s left - 90,000 of them read again")
+
+
 def test_a_prompt_gets_its_bar_after_a_second_even_before_its_first_layer_is_done() -> None:
     nothing_yet = replace(STATS, prefilled_tokens=0)
     assert statusline.prefill_line(replace(nothing_yet, prefill_seconds=0.3)) == ""

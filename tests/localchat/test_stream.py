@@ -368,3 +368,11 @@ def test_prompts_of_about_a_second_get_a_bar() -> None:
             printer.push(Chunk("prefill", "", stats))
         assert ("prefill [####---" in out.getvalue()) == shows
         assert "reading the prompt" in out.getvalue()
+
+
+def test_a_narrow_terminal_shows_the_time_left_of_a_long_prompt() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=20, height=12, _environ={})
+    with stream.TerminalPrinter(console, stream.Look()) as printer:
+        printer.push(Chunk("prefill", "", Stats(prompt_tokens=5000, prefilled_tokens=1000, prefill_seconds=10)))
+    assert "20 % - 40 s left" in out.getvalue()
