@@ -227,7 +227,7 @@ def test_folder_with_a_damaged_header_is_refused_by_name(tmp_path: Path) -> None
 
 def test_what_runs_at_once_is_the_engines() -> None:
     assert {"cpu": CpuOps.prefill_chunk, "cuda": CudaOps.prefill_chunk} == PREFILL_CHUNK
-    assert GRAPH_ROWS == SIZES[-1]
+    assert SIZES[-1] == GRAPH_ROWS
 
 
 def test_slabs_of_an_int8_cache_take_the_matrices_memory_where_they_fit() -> None:
