@@ -67,6 +67,7 @@ class CudaOps(ReferenceOps):
     cache_dtype = torch.bfloat16
     embedding_on_host = True
     prefill_chunk = 2048
+    takes_padding = True
 
     def __init__(self, device: torch.device) -> None:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

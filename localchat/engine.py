@@ -67,7 +67,8 @@ class Engine:
         self._seen = self._marks[: self.vocab_size]
         on_card = model.device.type == "cuda"
         self._graph = DecodeGraph(model, self.cache, self._seen) if on_card else None
-        self._graphs = ForwardGraphs(model, self.cache, card_of(model.device).settings.crossover) if on_card else None
+        few = card_of(model.device).settings.crossover
+        self._graphs = ForwardGraphs(model, self.cache, few) if on_card and model.ops.takes_padding else None
 
     @property
     def ready(self) -> bool:

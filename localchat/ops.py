@@ -45,6 +45,7 @@ class ReferenceOps:
     cache_dtype = torch.float32
     embedding_on_host = False  # of a model whose head has a matrix of its own
     prefill_chunk = 256  # tokens of one forward during prefill: bounds memory, and how long Ctrl-C waits
+    takes_padding = False  # rows that fill a call up (kernels/padding.py): the references take every row for a token
 
     def prepare(self, linear: "Linear") -> None:
         """Called once per matrix after loading: bring its tensors into the form that `product` wants."""

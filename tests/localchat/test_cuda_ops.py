@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 
 from localchat import cuda_ops
+from localchat.cache import KVCache
 from localchat.config import TensorFormat
 from localchat.cuda_ops import CudaOps, Summed
 from localchat.kernels import attention_slabs
 from localchat.kernels.cards import DEFAULT, Card
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_packing import pack, pack_scales
+from localchat.kernels.padding import padded
 from localchat.kernels.rope_kv_write import quantize_rows
 from localchat.kernels.scaled_half import UNIT
 from localchat.model import Linear, RMSNorm
 from localchat.ops import ReferenceOps
+from localchat.registry import MODELS
 from localchat.rope import Rotary, rotary
+from localchat.synthetic import synthetic_model
 
 FORMAT = TensorFormat(4, 32, symmetric=False)
 
@@ -232,3 +236,27 @@ def test_scales_that_fp16_does_not_hold(ops: CudaOps, tokens: int, by: float) ->
     out = ops.linear_add(halved(x), matrix, stream, None)
     assert isinstance(out, Tensor)
     assert relative(out, wanted) < (1e-3 if tokens <= 8 else 1e-2)
+
+
+@pytest.mark.parametrize(("tokens", "size", "int8"), [(5, 8, True), (17, 32, False)])
+def test_a_model_keeps_nothing_of_rows_that_fill_up(
+    ops: CudaOps, monkeypatch: pytest.MonkeyPatch, tokens: int, size: int, int8: bool
+) -> None:
+    """A layer of each kind behind ten tokens: what the tokens give, and what cache and states hold then."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2}
+    shape |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    model = synthetic_model(replace(MODELS["qwen3.5-27b"], **shape, full_attention_interval=2), "cpu", ops=ops)
+    # What rows that fill up give nobody has written; the interpreter takes NaN, which may lie there, for a fault.
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *given, **named: empty(*given, **named).zero_())
+    ids, results = torch.randint(0, 200, (tokens,)).tolist(), []
+    for rows in (tokens, size):
+        cache = KVCache(model.config, 10 + tokens, dtype=ops.cache_dtype, device=model.device, int8=int8)
+        torch.manual_seed(1)
+        for kept in (*cache.rows, *cache.recurrent):
+            kept.copy_(torch.rand(kept.shape) * (100 if kept.dtype == torch.int8 else 1))
+        hidden = model(*padded(ids, 10, rows, model.device), cache)
+        results.append([hidden[:tokens], *cache.rows, *cache.recurrent])
+    for ours, wanted in zip(*results, strict=True):
+        assert relative(ours, wanted) < 1e-2
