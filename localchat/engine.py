@@ -67,8 +67,8 @@ class Engine:
         self._seen = self._marks[: self.vocab_size]
         on_card = model.device.type == "cuda"
         self._graph = DecodeGraph(model, self.cache, self._seen) if on_card else None
-        few = card_of(model.device).settings.crossover
-        self._graphs = ForwardGraphs(model, self.cache, few) if on_card and model.ops.takes_padding else None
+        few = card_of(model.device).settings.crossover if on_card and model.ops.takes_padding else 0
+        self._graphs = ForwardGraphs(model, self.cache, few)
 
     @property
     def ready(self) -> bool:
@@ -202,10 +202,10 @@ class Engine:
     def _layers(self, ids: list[int]) -> Generator[float, None, None]:
         """A forward of `ids`, with a pause after each layer; yields which share of the layers is done."""
         start, graphs = len(self.ids), self._graphs
-        size = None if graphs is None else graphs.size(len(ids), start)
-        captured = graphs is not None and size is not None and graphs.ready(size)  # before the step begins: it may fail
+        size = graphs.size(len(ids), start)
+        captured = size is not None and graphs.ready(size)  # before the step begins: it may fail
         with self._step(ids):
-            if graphs is not None and size is not None and captured:
+            if size is not None and captured:
                 hidden = graphs.forward(ids, start, size)
                 yield 1.0
             else:
@@ -215,7 +215,7 @@ class Engine:
                 steps = self.model.layer_by_layer(rows, positions, self.cache, length)
                 for layer, hidden in enumerate(steps, 1):  # noqa: B007 -- the last one is what is wanted
                     yield layer / len(self.model.layers)
-        if graphs is not None and size is not None:
+        if size is not None:
             graphs.ran(size)
         self._hidden = hidden[len(ids) - 1 : len(ids)].clone()  # so that the others' memory is free
 

@@ -36,7 +36,8 @@ class _Captured(NamedTuple):
 class ForwardGraphs:
     """Those of one model over one cache.
 
-    most: tokens; no more than take the packed products, whose memory is theirs alone (cuda_ops.py).
+    most: tokens; no more than take the packed products, whose memory is theirs alone (cuda_ops.py). With 0 nothing
+    becomes a graph.
     """
 
     def __init__(self, model: "Model", cache: "KVCache", most: int) -> None:

@@ -55,6 +55,7 @@ def test_no_more_tokens_than_packed_products_take() -> None:
     assert Recorded(32).size(33, 0) is None
     assert Recorded(32).size(32, 0) == 32
     assert Recorded(40).size(33, 0) is None
+    assert Recorded(0).size(2, 0) is None
 
 
 def test_without_memory_for_a_graph_they_are_launched_one_by_one() -> None:
