@@ -137,7 +137,7 @@ def test_show_says_what_run_would_take(capsys: pytest.CaptureFixture[str], monke
     assert memory["largest_context"] > 100_000
     assert cli.main(["show", "qwen3.5-27b", "--vram", "16"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"KV cache, 7,\d+ tokens, INT8 +card", text)
+    assert re.search(r"KV cache, 3,\d+ tokens, INT8 +card", text)
     assert re.search(r"^left +\d MB$", text, re.MULTILINE)
     assert "\x1b" not in text
 
