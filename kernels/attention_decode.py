@@ -249,7 +249,7 @@ def attention_decode(
         ROWS=rows,
         AT_ONCE=parts_at_once(splits, rows, head_dim),
         WIDEN=not keys.is_cuda,
-        num_warps=blocks.warps,
+        num_warps=blocks.warps if rows <= 16 else 8,  # with four, 32 rows of queries leave 16 bytes on the stack
         num_stages=blocks.stages,
         **pdl_options(keys),
     )

@@ -185,7 +185,7 @@ def _attention_decode_cases_of(archs: tuple[int, ...]) -> list[Case]:
                 "attention_decode._attention_decode_kernel",
                 signature,
                 launch,
-                blocks.warps,
+                blocks.warps if rows <= 16 else 8,
                 blocks.stages,
                 archs,
             )
@@ -212,7 +212,7 @@ def _delta_net_cases() -> list[Case]:
         Case(
             "gated_delta_net_prefill triangle",
             f"{module}._triangle_kernel",
-            "*fp16 *fp32 *fp32 *fp32 *fp16 *fp16 *fp32 i32 i32:16",
+            "*fp16 *fp32 *fp32 *fp32 *i64 *fp16 *fp16 *fp32 i32 i32:16",
             {**dims, **chunk, "BLOCK_K": 64},
             4,
             2,
@@ -433,7 +433,7 @@ def _few_tokens_cases() -> list[Case]:
         kind = f"groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
         cases.append(
             Case(
-                f"int4_few_tokens {n} x {k} {kind}, {chosen.parts} parts batch {chosen.batch}",
+                f"int4_few_tokens {n} x {k} {kind}, {launch['PARTS']} parts batch {launch['BATCH']}",
                 "int4_few_tokens.int4_few_tokens_kernel",
                 f"*fp16 *fp32 *i32 *{scales} *{scales} *fp32 *fp32 {'*fp16' if n > 4 * k else '*fp32'} "
                 f"*fp32 *fp16 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32",

@@ -42,7 +42,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(module, "card_of", lambda _: Card(count, DEFAULT))
 
 
-@pytest.mark.parametrize("tokens", [9, 16, 17, 33, 64, 65, 200])
+@pytest.mark.parametrize("tokens", [9, 17, 64, 200])
 @pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
 @pytest.mark.parametrize(("n", "k", "group"), [(7, 256, 128), (130, 640, 64), (49, 544, 32), (5120, 6144, 128)])
 def test_int4(
