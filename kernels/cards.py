@@ -22,14 +22,20 @@ LONG = 16384  # K from which on a matrix is of the class "long"
 CLASSES = ("fewest", "few", "tail", "many", "long")
 # What stored measurements are measurements of: raise it where kernels, or the meaning of a setting, change so much that
 # a choice made before means nothing.
-REVISION = 3
+REVISION = 4
 
 
 class Fragments(NamedTuple):
-    """int4_few_tokens: warps of a program, and tiles that a warp asks for at once."""
+    """int4_few_tokens: warps of a program, and tiles that a warp asks for at once.
+
+    body: tiles of a warp in the loop's body at the most: fewer take fewer registers. late: the next kernel may start
+    when what this one reads is there, not as soon as all of its programs have started (kernels/pdl.py).
+    """
 
     parts: int
     batch: int
+    body: int = 8
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,15 +68,15 @@ class Card:
 
 
 DEFAULT = Settings(
-    fewest=Fragments(8, 3), few=Fragments(4, 5), tail=Fragments(4, 2), many=Fragments(4, 3), long=Fragments(4, 2),
-    crossover=512,
+    fewest=Fragments(8, 3, late=True), few=Fragments(4, 5, body=7), tail=Fragments(4, 2),
+    many=Fragments(4, 3, body=7), long=Fragments(4, 2), crossover=512,
 )  # fmt: skip
 # Before 9.0 nothing holds loads in batches where they are asked for (int4_few_tokens.py), and with five of them some
 # shapes leave 8 bytes on the stack (Triton 3.6, sm_86 and 89).
 OLDER = replace(DEFAULT, fewest=Fragments(4, 2), few=Fragments(4, 2), many=Fragments(4, 2))
 # `localchat doctor --tune` prints what a line is made from.
 TABLE = {
-    "NVIDIA H200": Card(132, DEFAULT, "measured 2026-11-30 with scripts/bench_kernels (kernels/NOTES.md)"),
+    "NVIDIA H200": Card(132, DEFAULT, "measured 2026-12-01 with localchat bench (kernels/NOTES.md)"),
 }
 _in_use: dict[torch.device, Card] = {}
 

@@ -142,9 +142,8 @@ def _decode_kernel(
     row = tl.arange(0, DV * DK // WIDTH)[:, None]
     within = row % DV * DK + row // DV * WIDTH + tl.arange(0, WIDTH)[None, :]
     cells = state_ptr + head.to(tl.int64) * DK * DV + within
-    # First of all, which is in front of the trigger, as no load passes that: it is nearly all of the bytes.
+    # First of all: it is nearly all of the bytes.
     state = tl.reshape(tl.load(cells), [1, DK // WIDTH, DV, WIDTH])
-    let_next_start(PDL)
 
     channels = 2 * KEY_HEADS * DK + heads * DV
     i, j = tl.arange(0, 2 * DK), tl.arange(0, 2 * DV)
@@ -163,6 +162,7 @@ def _decode_kernel(
     A_log, dt_bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32)
     gain = tl.load(norm_ptr + value).to(tl.float32)
     wait_for_previous(PDL)
+    let_next_start(PDL)
 
     qk_now = tl.load(qkvz_ptr + qk_channel).to(tl.float32)
     vz_now = tl.load(qkvz_ptr + v_channel + j // DV * (heads * DV)).to(tl.float32)

@@ -254,6 +254,7 @@ def int4_few_tokens_kernel(
     BATCH: tl.constexpr,  # steps whose weights are asked for at once
     PARTS: tl.constexpr,  # warps
     USE_PTX: tl.constexpr,
+    LATE: tl.constexpr,  # the next kernel may start behind the wait, not before
     PDL: tl.constexpr,
 ):
     """y[t, n] = row_scale[t] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for 16 rows.
@@ -261,7 +262,8 @@ def int4_few_tokens_kernel(
     SWIGLU: y is silu of the even rows times the odd ones, in units of fp16. NORM: besides y, y * gain in units of fp16
     and the sums of its squares, for the product behind the next norm.
     """
-    let_next_start(PDL)
+    if not LATE:
+        let_next_start(PDL)
     words_k = K32 * 4
     block, blocks = tl.program_id(0), tl.num_programs(0)
     steps = tl.cdiv(words_k, 16 * PARTS)

@@ -301,7 +301,7 @@ def few_tokens_options(
     step is several products: forty of these took 255 registers, 300 bytes of stack and more, and 40 s to compile. Two
     forms with eight parts would leave 8 bytes on the stack.
     """
-    parts, batch = settings
+    parts, batch, body, late = settings
     wide = dtype != torch.float16
     if wide:
         parts = min(parts, 4)
@@ -310,7 +310,7 @@ def few_tokens_options(
     columns = next(t for t in (1, 2, 4, 8) if t >= tokens)
     steps = -(-k // (128 * parts))
     products = 128 // group_size if wide else 1  # of a step: raw, each group has its own
-    bodies = -(-steps // max(1, max(4, 8 // columns) // products))
+    bodies = -(-steps // max(1, min(body, max(4, 8 // columns)) // products))
     count = -(-steps // bodies)
     return {
         "RAW": group_size == 128 or wide,
@@ -321,6 +321,7 @@ def few_tokens_options(
         "REST": steps % count,
         "BATCH": min(batch, count, 4 if has_min else count),  # minima take the registers of a fifth
         "PARTS": parts,
+        "LATE": late,
         "num_warps": parts,
     }
 

@@ -27,7 +27,10 @@ from localchat.kernels.cards import CLASSES, LONG, REVISION, Card, Fragments, Se
 from localchat.kernels.int4_packing import LAYOUT, VERSION
 from localchat.stopwatch import Stopwatch, Trial
 
-CANDIDATES = (Fragments(4, 5), Fragments(4, 3), Fragments(4, 2), Fragments(8, 3), Fragments(8, 2), Fragments(2, 5))
+CANDIDATES = (
+    Fragments(4, 5, body=7), Fragments(4, 3, body=7), Fragments(4, 2), Fragments(8, 3, late=True),
+    Fragments(8, 2, late=True), Fragments(2, 5),
+)  # fmt: skip
 _LEAST = 32  # tokens that the packed product always serves
 CROSSINGS = (64, 128, 256, 512)  # and up to which it may be the better one
 # What another launch than the default has to gain, or it is noise.

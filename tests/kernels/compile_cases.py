@@ -3,9 +3,9 @@
 `CASES` is the registry: a new kernel adds its own lines. tests/kernels/test_compile.py reads it and runs this file in a
 process of its own (where TRITON_INTERPRET is set, `triton.jit` gives functions that cannot be compiled). Run as a
 script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers",
-"fragments", "word_loads", "stores", "unwritten"} or {"error"}}. fragments: the layouts of what instructions for tensor
-cores in inline PTX take and give; word_loads: how a program loads what it reads only once; stores: how it writes;
-unwritten: see there.
+"fragments", "word_loads", "stores", "dependent", "unwritten"} or {"error"}}. fragments: the layouts of what
+instructions for tensor cores in inline PTX take and give; word_loads: how a program loads what it reads only once;
+stores: how it writes; dependent: the first two instructions of programmatic dependent launch; unwritten: see there.
 """
 
 import functools
@@ -412,6 +412,7 @@ def _few_tokens_cases() -> list[Case]:
         (32, False, 5120, 6144, "fp32", 4, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(8, 2)),
         (128, False, 6144, 5120, "fp16", 1, None),
+        (128, False, 24576, 4096, "fp16", 1, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 14336, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 1152, 896, "fp16", 1, None),
@@ -533,6 +534,7 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
         "fragments": _fragments(compiled.asm["ttgir"]),
         "word_loads": _word_loads(compiled.asm["ptx"]),
         "stores": sorted(set(re.findall(r"st\.global\S*", compiled.asm["ptx"]))),
+        "dependent": re.findall(r"griddepcontrol\.(\w+)", compiled.asm["ptx"])[:2],
         "unwritten": unwritten(_tool("nvdisasm", "-c", compiled.asm["cubin"]))
         if "wgmma" in compiled.asm["ptx"]
         else [],

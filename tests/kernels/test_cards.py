@@ -21,9 +21,12 @@ def _nothing_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_h200_is_launched_as_it_was_measured(n: int, k: int) -> None:
     """As the rule said that came out of the measurements of kernels/NOTES.md."""
     programs = n // 16
-    wanted = Fragments(4, 2 if k >= 16384 else 5 if programs <= 3 * 132 else 2 if programs <= 4 * 132 else 3)
-    if k < 16384 and programs <= 2.5 * 132:
-        wanted = Fragments(8, 3)
+    if k >= 16384 or 3 * 132 < programs <= 4 * 132:
+        wanted = Fragments(4, 2, 8, False)
+    elif programs <= 2.5 * 132:
+        wanted = Fragments(8, 3, 8, True)
+    else:
+        wanted = Fragments(4, 5 if programs <= 3 * 132 else 3, 7, False)
     assert TABLE["NVIDIA H200"].fragments(n, k) == wanted
     assert card_of(torch.device("cpu")).fragments(n, k) == wanted
     assert TABLE["NVIDIA H200"].settings.crossover == 512

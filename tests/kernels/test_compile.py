@@ -96,6 +96,15 @@ def test_fragments_lie_as_the_instruction_takes_them(report: dict[str, dict[str,
     assert all(".v4.b32" in load for load in report[case]["word_loads"]), report[case]["word_loads"]
 
 
+@pytest.mark.parametrize("case", [case for case in _registry().cases() if 90 in case.archs], ids=lambda case: case.name)
+def test_where_the_next_kernel_may_start(report: dict[str, dict[str, Any]], case: Any) -> None:
+    """First of all, or behind the wait where that was measured to be better (kernels/pdl.py)."""
+    late = case.constexprs.get("LATE") or case.kernel.startswith("gated_delta_net_decode.")
+    found = report[f"{case.name} sm_90"]["dependent"]
+    assert found in ([], ["wait", "launch_dependents"] if late else ["launch_dependents", "wait"])
+    assert found or not late
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("dequantize_int4")])
 def test_dequantised_weights_stay_in_their_lanes(report: dict[str, dict[str, Any]], case: str) -> None:
     """Words come and weights go 16 bytes a lane, by no way through shared memory: Triton has to see that they do."""

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.cards import Fragments
-from localchat.kernels.int4_matmul import int4_matmul, int4_matmul_norm, int4_matmul_reference, int4_matmul_swiglu
+from localchat.kernels.int4_matmul import (
+    few_tokens_options,
+    int4_matmul,
+    int4_matmul_norm,
+    int4_matmul_reference,
+    int4_matmul_swiglu,
+)
 from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.kernels.rms_norm import rms_norm_reference
 from localchat.kernels.scaled_half import UNIT, Squares
@@ -29,7 +35,7 @@ def make(
 
 LAUNCHES = [
     # N: 16 or fewer, a block more, odd. K: a multiple of all warps' tiles, of no tile, less than they take; of a loop's
-    # body, less than one, and more with a rest; batches that divide a body or not.
+    # body, less than one, and more with a rest; batches that divide a body or not, and bodies smaller than a batch.
     (Fragments(4, 2), 33, 1024, 128),
     (Fragments(1, 1), 33, 1408, 128),
     (Fragments(2, 5), 48, 2304, 128),
@@ -38,6 +44,9 @@ LAUNCHES = [
     (Fragments(2, 3), 40, 1216, 64),
     (Fragments(1, 2), 16, 1280, 32),
     (Fragments(4, 1), 17, 544, 32),
+    (Fragments(2, 2, 2, True), 33, 1408, 128),
+    (Fragments(1, 3, 3), 17, 1280, 128),
+    (Fragments(2, 3, 1), 16, 896, 64),
 ]
 
 
@@ -57,6 +66,16 @@ def test_every_launch(
     int4_matmul(x, row_scale, *stored, bias, residual, rows=n, out=out, settings=settings)
     assert relative(out, wanted) < BOUND
     assert bool(memory[tokens * n :].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("k", "body", "count", "rest"),
+    [(4096, 8, 8, 0), (4096, 7, 4, 0), (3584, 7, 7, 0), (5120, 7, 5, 0), (5120, 3, 3, 1), (640, 1, 1, 0)],
+)
+def test_a_loop_s_body_is_no_longer_than_asked_for(k: int, body: int, count: int, rest: int) -> None:
+    """Steps of 512 inputs, which the loop takes in bodies as even as they get."""
+    options = few_tokens_options(1, k, 128, torch.float16, False, Fragments(4, 5, body))
+    assert (options["COUNT"], options["REST"], options["BATCH"]) == (count, rest, min(5, count))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])

@@ -18,7 +18,8 @@ from localchat.stopwatch import Trial
 from localchat.tuning import Identity, Measured, best, keep, measure, shapes, stored
 
 RTX = Identity("NVIDIA GeForce RTX 4090", 128, "tiles", 3, 1, "3.6.0")
-FOUND = Measured(replace(DEFAULT, long=Fragments(8, 2), crossover=64), "2026-12-01", 6.2, (("a", 1.5), ("b", None)))
+SETTINGS = replace(DEFAULT, long=Fragments(8, 2, late=True), crossover=64)
+FOUND = Measured(SETTINGS, "2026-12-01", 6.2, (("a", 1.5), ("b", None)))
 
 
 @pytest.fixture(autouse=True)
@@ -70,15 +71,15 @@ def test_what_is_measured_is_chosen() -> None:
         if trial.fragments == Fragments(4, 2):
             return None  # out of resources
         if trial.fragments:
-            good = Fragments(8, 2) if trial.k > 16384 else Fragments(2, 5) if trial.n == 16 * 358 else Fragments(4, 5)
-            return 1e-5 if trial.fragments == good else 2e-5
+            good = (8, 2) if trial.k > 16384 else (2, 5) if trial.n == 16 * 358 else (4, 5)
+            return 1e-5 if trial.fragments[:2] == good else 2e-5
         return 1e-4 if trial.dense else 1e-6 * trial.tokens
 
     found = measure(Card(128, DEFAULT), watch)
     assert found is not None
     assert found.settings == cards.Settings(
-        fewest=Fragments(4, 5), few=Fragments(2, 5), tail=Fragments(4, 5), many=Fragments(4, 5), long=Fragments(8, 2),
-        crossover=64,
+        fewest=Fragments(4, 5, 7), few=Fragments(2, 5), tail=Fragments(4, 5, 7), many=Fragments(4, 5, 7),
+        long=Fragments(8, 2, late=True), crossover=64,
     )  # fmt: skip
     times = dict(found.trials)
     assert times["long: 8 parts, batch 2; 5120 x 17408, 1 tokens"] == pytest.approx(10.0)
@@ -278,7 +279,7 @@ def test_tune_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune_command.report(RTX, FOUND, as_json=True) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["identity"]["name"] == RTX.name
-    assert said["settings"]["long"] == [8, 2]
+    assert said["settings"]["long"] == [8, 2, 8, True]
     assert said["in_table"] is False
 
 
