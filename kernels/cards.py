@@ -76,7 +76,7 @@ DEFAULT = Settings(
 OLDER = replace(DEFAULT, fewest=Fragments(4, 2), few=Fragments(4, 2), many=Fragments(4, 2))
 # `localchat doctor --tune` prints what a line is made from.
 TABLE = {
-    "NVIDIA H200": Card(132, DEFAULT, "measured 2026-12-01 with localchat bench (kernels/NOTES.md)"),
+    "NVIDIA H200": Card(132, DEFAULT, "measured 2026-11-30 and 2026-12-01, in whole steps (kernels/NOTES.md)"),
 }
 _in_use: dict[torch.device, Card] = {}
 

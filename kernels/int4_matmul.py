@@ -297,9 +297,9 @@ def few_tokens_options(
 ) -> dict[str, Any]:
     """The constants of the kernel; dtype: of the scales.
 
-    A loop's body is as many steps as x has in its columns, four at least, or fewer if that divides K better, or if a
-    step is several products: forty of these took 255 registers, 300 bytes of stack and more, and 40 s to compile. Two
-    forms with eight parts would leave 8 bytes on the stack.
+    A loop's body is as many steps as x has in its columns, four at least, but no more than the settings say, or fewer
+    if that divides K better, or if a step is several products: forty of these took 255 registers, 300 bytes of stack
+    and more, and 40 s to compile. Two forms with eight parts would leave 8 bytes on the stack.
     """
     parts, batch, body, late = settings
     wide = dtype != torch.float16
