@@ -66,6 +66,10 @@ class Card:
         found: Fragments = getattr(self.settings, shape_class(n, k, self.multiprocessors))
         return found
 
+    def ends_slowly(self, n: int) -> bool:
+        """Whether the product with a matrix of n rows has more programs than find room at once (kernels/early.py)."""
+        return n // 16 > 4 * self.multiprocessors
+
 
 DEFAULT = Settings(
     fewest=Fragments(8, 3, late=True), few=Fragments(4, 5, body=7), tail=Fragments(4, 2),

@@ -23,6 +23,7 @@ there memory would be waited for.
 """
 
 from localchat.kernels.activations import silu
+from localchat.kernels.early import fill_unwritten, read_early
 from localchat.kernels.fragments import LOAD_WORDS, row_sums
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import tile_offset
@@ -129,8 +130,9 @@ def _fetch(
 
 @triton.jit
 def _columns(
-    x_ptr, step, steps, T, words_k, G8: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr
-):
+    x_ptr, step, steps, T, words_k,
+    G8: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Pairs of x for the four nibble positions, each [PARTS * 8, 16]: row g is token g % TOKENS of the part's tile in
     step `step` + g // TOKENS. Tokens and steps that do not exist are others or zeros, and nobody looks.
     """
@@ -139,6 +141,8 @@ def _columns(
     tile = tl.minimum(step + g // TOKENS, steps - 1) * PARTS + lane // 8
     at = tl.minimum(g % TOKENS, T - 1) * (words_k * 4) + tile * 64 + (c // G8 * (4 * G8) + c % G8)
     x = x_ptr.to(tl.pointer_type(tl.int32)) + at
+    if EARLY:
+        return read_early(x)
     if EVEN:
         return tl.load(x), tl.load(x + G8), tl.load(x + 2 * G8), tl.load(x + 3 * G8)
     valid = c < words_k - tile * 16
@@ -177,7 +181,8 @@ def _raw(
 def _steps(
     acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, step, steps, T, words_k, COUNT: tl.constexpr, BATCH: tl.constexpr,
     G8: tl.constexpr, HAS_MIN: tl.constexpr, RAW: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
-    EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, USE_PTX: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """acc after COUNT steps from `step` on; `fetched` is the first batch of them."""
     c = tl.arange(0, 16)[None, :]
@@ -194,7 +199,7 @@ def _steps(
         let_next_start(PDL)  # a fence: see the module
         for j in tl.static_range(b, b + BATCH if b + BATCH <= COUNT else COUNT):
             if j % SET == 0:
-                x = _columns(x_ptr, step + j, steps, T, words_k, G8, EVEN, PARTS, TOKENS)
+                x = _columns(x_ptr, step + j, steps, T, words_k, G8, EVEN, PARTS, TOKENS, EARLY)
                 if RAW and G8 == 16:
                     sums = sums_of_x(x[0], x[1], x[2], x[3], HAS_MIN, PARTS, USE_PTX)
             up, low, pairs = fetched[j - b]
@@ -237,6 +242,8 @@ def int4_few_tokens_kernel(
     K32,  # K / 32
     parts,
     eps,
+    fill_ptr,
+    fill_words,
     SQUARES: tl.constexpr,  # parts, eps, this: see row_factors
     SWIGLU: tl.constexpr,
     NORM: tl.constexpr,
@@ -255,6 +262,8 @@ def int4_few_tokens_kernel(
     PARTS: tl.constexpr,  # warps
     USE_PTX: tl.constexpr,
     LATE: tl.constexpr,  # the next kernel may start behind the wait, not before
+    EARLY: tl.constexpr,  # x is read early, and the last REST steps come behind the wait (early.py)
+    FILL: tl.constexpr,  # fill_words int32 are filled, for somebody who reads them early
     PDL: tl.constexpr,
 ):
     """y[t, n] = row_scale[t] * sum_k x[t, k] W[n, k] + bias[n] + res[t, n] for 16 rows.
@@ -276,19 +285,20 @@ def int4_few_tokens_kernel(
         bias = tl.load(bias_ptr + n, mask=n < N, other=0)
     if NORM:
         gain = tl.load(gain_ptr + n, mask=n < N, other=0)
-    wait_for_previous(PDL)
     token = tokens[None, :]
     mask = (token < T) & (n < N)
     at = token * N + n
     FULL: tl.constexpr = WIDE and TOKENS > 2  # no register is free for it until the end
-    if HAS_RES and not FULL:
-        res = tl.load(res_ptr + at, mask=mask, other=0)
-    factors = load_factors(row_scale_ptr, tokens, T, parts, SQUARES)
-    if TOKENS > 2:  # of more tokens they would take too many registers until the end
-        factors = factors_of(factors, words_k * 8, eps, SQUARES)
+    if not EARLY:
+        wait_for_previous(PDL)
+        if HAS_RES and not FULL:
+            res = tl.load(res_ptr + at, mask=mask, other=0)
+        factors = load_factors(row_scale_ptr, tokens, T, parts, SQUARES)
+        if TOKENS > 2:  # of more tokens they would take too many registers until the end
+            factors = factors_of(factors, words_k * 8, eps, SQUARES)
     acc = _steps(
         acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, 0, steps, T, words_k, COUNT, BATCH,
-        G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
+        G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, EARLY, PDL,
     )  # fmt: skip
     for step in tl.range(COUNT, steps - REST, COUNT, num_stages=1):
         fetched = _fetch(
@@ -296,7 +306,7 @@ def int4_few_tokens_kernel(
         )
         acc = _steps(
             acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, step, steps, T, words_k, COUNT, BATCH,
-            G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
+            G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, EARLY, PDL,
         )  # fmt: skip
     if REST > 0:
         LAST: tl.constexpr = BATCH if BATCH < REST else REST
@@ -304,9 +314,16 @@ def int4_few_tokens_kernel(
             w_ptr, s_ptr, m_ptr, block, steps - REST, words_k, LAST,
             G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS,
         )  # fmt: skip
+        if EARLY:
+            wait_for_previous(PDL)
+            if HAS_RES:
+                res = tl.load(res_ptr + at, mask=mask, other=0)
+            factors = load_factors(row_scale_ptr, tokens, T, parts, SQUARES)
+            if TOKENS > 2:
+                factors = factors_of(factors, words_k * 8, eps, SQUARES)
         acc = _steps(
             acc, fetched, x_ptr, w_ptr, s_ptr, m_ptr, block, steps - REST, steps, T, words_k, REST, LAST,
-            G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, PDL,
+            G8, HAS_MIN, RAW, WIDE, WHOLE, EVEN, USE_PTX, PARTS, TOKENS, False, PDL,
         )  # fmt: skip
     if TOKENS <= 2:
         factors = factors_of(factors, words_k * 8, eps, SQUARES)
@@ -327,3 +344,5 @@ def int4_few_tokens_kernel(
         tl.store(half_ptr + at, in_units(y * gain.to(tl.float32)), mask=mask)
         squares = tl.sum(tl.where(mask, y * y, 0.0), 0)
         tl.store(squares_ptr + tokens * blocks + block, squares, mask=tokens < T)
+    if FILL:
+        fill_unwritten(fill_ptr, fill_words)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from localchat.kernels.cards import Fragments, card_of
 from localchat.kernels.checks import FLOATS, check_tensor
+from localchat.kernels.early import can_read_early
 from localchat.kernels.gpu import tl, triton
 from localchat.kernels.int4_address import scale_offset, tile_offset
 from localchat.kernels.int4_few_tokens import FEW_TOKENS, int4_few_tokens_kernel
@@ -136,22 +137,28 @@ def int4_matmul(
     arrivals: Tensor | None = None,
     settings: Fragments | None = None,
     use_ptx: bool | None = None,
+    unwritten: Tensor | None = None,
 ) -> Tensor:
     """x fp16 [T, K] with row_scale fp32 [T] (scaled half) -> y [T, N] in `dtype`.
 
     bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
     arrivals: see many_tokens.py. settings: of few tokens; None: the card's (cards.py). use_ptx: the kernels' inline PTX
-    or its plain twin; None: PTX on CUDA, where the interpreter has none.
+    or its plain twin; None: PTX on CUDA, where the interpreter has none. unwritten: a contiguous tensor that the launch
+    fills for somebody who reads it early (early.py); of few tokens only.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together, or there are more tokens than `takes` says yes to.
+        ValueError: shapes or dtypes do not belong together, or there are more tokens than `takes` says yes to, or more
+            than few and something to fill.
     """
     n = qweight.shape[0] if rows is None else rows
     y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device) if out is None else out
     if x.shape[0] <= FEW_TOKENS:
-        _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, settings=settings, use_ptx=use_ptx)
+        options: dict[str, Any] = {"settings": settings, "use_ptx": use_ptx, "unwritten": unwritten}
+        _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, **options)
         return y
+    if unwritten is not None:
+        raise ValueError(f"int4_matmul: got {x.shape[0]} tokens and a tensor to fill, wanted up to {FEW_TOKENS}")
     if not takes(x.shape[0], scales):
         raise ValueError(
             f"int4_matmul: got {x.shape[0]} tokens, scales {scales.dtype}, wanted what `takes` says yes to"
@@ -182,20 +189,28 @@ def _launch(
     use_ptx: bool | None = None,
     swiglu: bool = False,
     behind: tuple[Tensor, Tensor, Tensor] | None = None,
+    unwritten: Tensor | None = None,
+    early: bool = False,
+    late: bool = False,
 ) -> None:
-    """Launch int4_few_tokens. behind: gain, half and sums of squares of `int4_matmul_norm`."""
+    """Launch int4_few_tokens. behind: gain, half and sums of squares of `int4_matmul_norm`; early: x is read early."""
     tensors, flags = _arguments(x, qweight, scales, mins, bias, residual, n)
     tokens, k = x.shape
     if tokens > FEW_TOKENS:
         raise ValueError(f"int4_few_tokens: got {tokens} tokens, wanted up to {FEW_TOKENS}")
     chosen = settings or card_of(x.device).fragments(n, k)
-    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, mins is not None, chosen)
+    chosen = chosen._replace(late=chosen.late or late)
+    ptx = x.is_cuda if use_ptx is None else use_ptx
+    early = early and ptx and can_read_early(x)
+    launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, mins is not None, chosen, early=early)
+    words = 0 if unwritten is None else unwritten.numel() * unwritten.element_size() // 4
     factors, parts, eps, squares = factor_options(row_scale)
     gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
     int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS,)](
         x, factors, *tensors, y, gain, half, sums, tokens, n, k // 32, parts, eps,
-        SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None,
-        **flags, **launch, USE_PTX=x.is_cuda if use_ptx is None else use_ptx, **pdl_options(x),
+        y if unwritten is None else unwritten.view(torch.int32), words,
+        SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None, FILL=unwritten is not None,
+        **flags, **launch, USE_PTX=ptx, **pdl_options(x),
     )  # fmt: skip
 
 
@@ -250,8 +265,11 @@ def int4_matmul_swiglu(
     bias: Tensor | None = None,
     *,
     rows: int | None = None,
+    early: Tensor | None = None,
 ) -> Tensor:
     """As `int4_matmul`, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT.
+
+    early: where to put it, for somebody who reads it early; it was filled (early.py).
 
     Raises:
         ValueError: shapes or dtypes do not belong together, there are more than 8 tokens, or N is odd.
@@ -259,8 +277,10 @@ def int4_matmul_swiglu(
     n = qweight.shape[0] if rows is None else rows
     if n % 2:
         raise ValueError(f"int4_matmul_swiglu: got {n} rows, wanted gate and up in turn")
-    out = torch.empty(x.shape[0], n // 2, dtype=torch.float16, device=x.device)
-    _launch(x, row_scale, qweight, scales, mins, bias, None, out, n, swiglu=True)
+    shape = (x.shape[0], n // 2)
+    out = torch.empty(shape, dtype=torch.float16, device=x.device) if early is None else early
+    check_tensor("int4_matmul_swiglu: early", out, (torch.float16,), shape)
+    _launch(x, row_scale, qweight, scales, mins, bias, None, out, n, swiglu=True, late=early is not None)
     return out
 
 
@@ -274,11 +294,13 @@ def int4_matmul_norm(
     residual: Tensor,
     gain: Tensor,
     eps: float,
+    *,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor, Squares]:
     """As `int4_matmul`, and what the product behind an RMSNorm of y takes.
 
     residual fp32 [T, N]; gain [N] and eps: of that norm. -> y fp32 [T, N]; y * gain / UNIT in fp16 [T, N]; the sums of
-    squares of y.
+    squares of y. early: x is `int4_matmul_swiglu`'s, which may still be writing it (early.py).
 
     Raises:
         ValueError: shapes or dtypes do not belong together, or there are more than 8 tokens.
@@ -288,18 +310,18 @@ def int4_matmul_norm(
     y, half = torch.empty_like(residual), torch.empty(tokens, n, dtype=torch.float16, device=x.device)
     squares = Squares(torch.empty(tokens, qweight.shape[0] // TILE_ROWS, device=x.device), eps)
     behind = (gain, half, squares.parts)
-    _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, behind=behind)
+    _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, behind=behind, early=early)
     return y, half, squares
 
 
 def few_tokens_options(
-    tokens: int, k: int, group_size: int, dtype: torch.dtype, has_min: bool, settings: Fragments
+    tokens: int, k: int, group_size: int, dtype: torch.dtype, has_min: bool, settings: Fragments, *, early: bool = False
 ) -> dict[str, Any]:
-    """The constants of the kernel; dtype: of the scales.
+    """The constants of the kernel; dtype: of the scales. early: x may be read early, where there is a form for it.
 
     A loop's body is as many steps as x has in its columns, four at least, but no more than the settings say, or fewer
     if that divides K better, or if a step is several products: forty of these took 255 registers, 300 bytes of stack
-    and more, and 40 s to compile. Two forms with eight parts would leave 8 bytes on the stack.
+    and more, and 40 s to compile. Some forms with eight parts would leave 8 bytes on the stack.
     """
     parts, batch, body, late = settings
     wide = dtype != torch.float16
@@ -312,16 +334,21 @@ def few_tokens_options(
     products = 128 // group_size if wide else 1  # of a step: raw, each group has its own
     bodies = -(-steps // max(1, min(body, max(4, 8 // columns)) // products))
     count = -(-steps // bodies)
+    even, rest = k % (128 * parts) == 0, steps % count
+    early = early and even and group_size == 128 and not wide and bodies > 1 and not (has_min and parts > 4)
+    if early and not rest:
+        rest = count  # something has to come behind the wait
     return {
         "RAW": group_size == 128 or wide,
         "WIDE": wide,
-        "EVEN": k % (128 * parts) == 0,
+        "EVEN": even,
         "TOKENS": columns,
         "COUNT": count,
-        "REST": steps % count,
+        "REST": rest,
         "BATCH": min(batch, count, 4 if has_min else count),  # minima take the registers of a fifth
         "PARTS": parts,
         "LATE": late,
+        "EARLY": early,
         "num_warps": parts,
     }
 

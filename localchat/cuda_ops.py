@@ -19,6 +19,7 @@ from localchat.kernels.attention import attention_prefill
 from localchat.kernels.attention_decode import attention_decode, decode_splits
 from localchat.kernels.attention_slabs import slabs_for
 from localchat.kernels.cards import card_of
+from localchat.kernels.early import can_read_early
 from localchat.kernels.gated_delta_net_decode import StepProduct, gated_delta_net_decode
 from localchat.kernels.gated_delta_net_few_tokens import MOST_TOKENS, gated_delta_net_few_tokens
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
@@ -48,6 +49,13 @@ _IN_TURN = MOST_TOKENS
 Activation = tuple[Tensor, Tensor | Squares | None]
 
 
+class Early(NamedTuple):
+    """An activation that the product behind it may read while it is still written (kernels/early.py)."""
+
+    values: Tensor
+    factors: Tensor
+
+
 class Summed(NamedTuple):
     """The residual stream fp32 [T, H], and the scaled half that `norm`, which stands behind it, gives."""
 
@@ -75,6 +83,8 @@ class CudaOps(ReferenceOps):
         self._units = torch.full((MANY_TOKENS,), UNIT, device=device)
         self._arrivals = torch.zeros(_MOST_HEADS, dtype=torch.int32, device=device)
         self._product_arrivals = arrivals_for(device)
+        self._inner: Tensor | None = None  # fp16 [FEW_TOKENS, intermediate size], of a model whose `down` reads early
+        self._unwritten: Tensor | None = None  # as many of its rows as this layer's first product has filled
 
     def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
         if table.bits == 8:
@@ -85,7 +95,9 @@ class CudaOps(ReferenceOps):
         return Rotary(positions, *rotary_table(positions, inv_freq, attention_factor))
 
     def norm_linear(self, x: Stream, norm: "RMSNorm", linear: "Linear") -> Tensor:  # type: ignore[override]
-        return self._product(_normed(x, norm), linear)
+        activation = _normed(x, norm)
+        self._unwritten = self._to_fill(linear, len(activation[0]))
+        return self._product(activation, linear, unwritten=self._unwritten)
 
     def attention(
         self,
@@ -148,19 +160,30 @@ class CudaOps(ReferenceOps):
             return self._product(x, linear, residual)
         stored = (linear.qweight, linear.scales, linear.mins, linear.bias)
         gain = (behind.weight, behind.eps)
-        return Summed(behind, *int4_matmul_norm(values, factors, *stored, residual, *gain))
+        early = isinstance(x, Early)
+        return Summed(behind, *int4_matmul_norm(values, factors, *stored, residual, *gain, early=early))
 
     def norm_swiglu(self, x: Stream, norm: "RMSNorm", gate_up: "Linear") -> "Activation":  # type: ignore[override]
         values, factors = _normed(x, norm)
         if factors is None or not _fused(gate_up, len(values)):
             return swiglu(self._product((values, factors), gate_up), half=factors is not None)
         stored = (gate_up.qweight, gate_up.scales, gate_up.mins, gate_up.bias)
-        return int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows), self._units[: len(values)]
+        (early, self._unwritten), units = (self._unwritten, None), self._units[: len(values)]
+        if self._inner is None and card_of(values.device).ends_slowly(gate_up.rows):
+            self._inner = torch.empty(FEW_TOKENS, gate_up.rows // 2, dtype=torch.float16, device=values.device)
+        out = int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows, early=early)
+        return (out, units) if early is None else Early(out, units)
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
         rows = torch.split(x, min(_LOGITS, card_of(x.device).settings.crossover))
         parts = [self._product(rms_norm(part, norm.weight, norm.eps, half=True), head) for part in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _to_fill(self, linear: "Linear", tokens: int) -> Tensor | None:
+        """Where SwiGLU of this layer goes, if it is one that is read early, and if `linear`, its first, can fill it."""
+        if self._inner is None or not _fused(linear, tokens) or not can_read_early(self._inner):
+            return None
+        return self._inner[:tokens]
 
     def _activation(self, heads: Tensor) -> "Activation":
         """What a mixer gives, as the product behind it takes it."""
@@ -168,12 +191,18 @@ class CudaOps(ReferenceOps):
             return heads, self._units[: len(heads)]
         return heads.to(torch.bfloat16), None
 
-    def _product(self, activation: "Activation", linear: "Linear", residual: Tensor | None = None) -> Tensor:
+    def _product(
+        self,
+        activation: "Activation",
+        linear: "Linear",
+        residual: Tensor | None = None,
+        unwritten: Tensor | None = None,
+    ) -> Tensor:
         x, row_scale = activation
         arrivals = self._product_arrivals
         if row_scale is not None and linear.bits == 4 and takes(len(x), linear.scales):
             stored = (linear.qweight, linear.scales, linear.mins, linear.bias, residual)
-            return int4_matmul(x, row_scale, *stored, rows=linear.rows, arrivals=arrivals)
+            return int4_matmul(x, row_scale, *stored, rows=linear.rows, arrivals=arrivals, unwritten=unwritten)
         if row_scale is not None and linear.bits == 8:
             return int8_matmul(x, row_scale, linear.weight, linear.scales, linear.bias, residual, arrivals=arrivals)
         if row_scale is not None:

@@ -422,24 +422,32 @@ def _few_tokens_cases() -> list[Case]:
         (32, True, 3072, 576, "fp32", 8, Fragments(4, 1)),
         (32, True, 5120, 5120, "fp32", 1, None),
         (32, True, 5120, 5120, "fp32", 8, None),
+        (128, False, 5120, 17408, "fp16", 1, "early"),
+        (128, False, 5120, 17408, "fp16", 8, "early"),
+        (128, True, 5120, 17408, "fp16", 8, "early"),
+        (128, False, 4096, 12288, "fp16", 1, "early"),
+        (128, False, 34816, 5120, "fp16", 1, Fragments(4, 3, 7, late=True)),
     ):
-        chosen = settings or TABLE["NVIDIA H200"].fragments(n, k)
+        early = settings == "early"
+        chosen = settings if isinstance(settings, Fragments) else TABLE["NVIDIA H200"].fragments(n, k)
         dtype = torch.float16 if scales == "fp16" else torch.float32
-        launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, has_min, chosen)
+        launch = int4_matmul.few_tokens_options(tokens, k, group, dtype, has_min, chosen, early=early)
         warps = launch.pop("num_warps")
         launch |= {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
         down = n < k  # its end makes what the next norm needs, as gate_up's makes SwiGLU
         launch |= {"SQUARES": 0 if down else 512, "SWIGLU": n > 4 * k, "NORM": down}
-        launch |= {"USE_PTX": True} | ({"T": 1} if tokens == 1 else {})
+        launch |= {"USE_PTX": True, "FILL": early} | ({"T": 1} if tokens == 1 else {})
         kind = f"groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
+        kind += ", early" * launch["EARLY"]
         cases.append(
             Case(
                 f"int4_few_tokens {n} x {k} {kind}, {launch['PARTS']} parts batch {launch['BATCH']}",
                 "int4_few_tokens.int4_few_tokens_kernel",
                 f"*fp16 *fp32 *i32 *{scales} *{scales} *fp32 *fp32 {'*fp16' if n > 4 * k else '*fp32'} "
-                f"*fp32 *fp16 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32",
+                f"*fp32 *fp16 *fp32 {'i32 ' * (tokens > 1)}i32:16 i32 i32 fp32 *i32 i32:16",
                 launch,
                 warps,
+                archs=tuple(arch for arch in ARCHS if arch >= 90) if early else ARCHS,
             )
         )
     return cases

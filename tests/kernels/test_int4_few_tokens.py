@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.cards import Fragments
+from localchat.kernels.early import UNWRITTEN
 from localchat.kernels.int4_matmul import (
     few_tokens_options,
     int4_matmul,
@@ -164,6 +165,105 @@ def test_what_does_not_belong_together_is_refused(device: torch.device) -> None:
         int4_matmul(x, one, qweight, scales, mins, None, torch.zeros(2, 33, device=device), rows=33)
     with pytest.raises(ValueError, match="got 33 rows"):
         int4_matmul_swiglu(x, one, qweight, scales, mins, rows=33)
+
+
+@pytest.mark.parametrize(
+    ("k", "group", "with_min", "parts", "early", "rest"),
+    [
+        (17408, 128, False, 4, True, 6),
+        (12288, 128, False, 8, True, 6),  # two bodies, of which the second comes behind the wait
+        (17408, 128, True, 4, True, 6),
+        (12288, 128, True, 8, False, 0),  # no registers left
+        (2048, 128, False, 4, False, 0),  # one body
+        (17536, 128, False, 4, False, 0),  # a rest of one tile
+        (17408, 64, False, 4, False, 6),
+    ],
+)
+def test_what_is_read_early(k: int, group: int, with_min: bool, parts: int, early: bool, rest: int) -> None:
+    options = few_tokens_options(1, k, group, torch.float16, with_min, Fragments(parts, 2), early=True)
+    assert (options["EARLY"], options["REST"]) == (early, rest)
+
+
+@pytest.mark.parametrize("words", [4, 1024, 5000])
+def test_filled_for_somebody_who_reads_early(device: torch.device, words: int) -> None:
+    """So many words by few programs, no more, and the product is there as well."""
+    stored, x = make(33, 128, 128, False, device), torch.randn(1, 128, device=device).half()
+    memory = torch.zeros(words + 8, dtype=torch.int32, device=device)
+    one = torch.ones(1, device=device)
+    y = int4_matmul(x, one, *stored, rows=33, unwritten=memory[:words].view(torch.float16))
+    assert torch.equal(memory[:words], torch.full_like(memory[:words], UNWRITTEN))
+    assert not memory[words:].any()
+    assert torch.equal(y, int4_matmul(x, one, *stored, rows=33))
+    with pytest.raises(ValueError, match="9 tokens and a tensor to fill"):
+        int4_matmul(x.expand(9, -1).contiguous(), one.expand(9), *stored, rows=33, unwritten=memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("missing", ["all", "odd halves", "last"])
+@pytest.mark.parametrize("with_min", [False, True], ids=["sym", "min"])
+def test_what_is_unwritten_is_waited_for(card: torch.device, tokens: int, missing: str, with_min: bool) -> None:
+    """Ten milliseconds after the launch another stream writes it; NaNs of arithmetic are values like others."""
+    k, n = 17408, 256
+    stored = make(n, k, 128, with_min, card)
+    x, ones = torch.randn(tokens, k, device=card).half(), torch.ones(tokens, device=card)
+    x[-1, 7] = float("nan")
+    residual, gain = torch.randn(tokens, n, device=card), torch.ones(n, device=card)
+
+    def bits(x: Tensor, early: bool) -> Tensor:
+        y, half, squares = int4_matmul_norm(x, ones, *stored, None, residual, gain, 1e-5, early=early)
+        assert bool(y[-1].isnan().all())
+        return torch.cat([part.view(torch.int16).flatten() for part in (y, half, squares.parts)])
+
+    wanted, compiled = bits(x, False), bits(x, True)
+    assert torch.equal(wanted, compiled)
+    incomplete = x.clone()
+    if missing == "all":
+        incomplete.view(torch.int16).fill_(-1)
+    elif missing == "odd halves":
+        incomplete.view(torch.int16)[:, 1::2] = -1
+    else:
+        incomplete.view(torch.int32)[-1, -512 * 8] = UNWRITTEN
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(20_000_000)
+        incomplete.copy_(x)
+    y, half, squares = int4_matmul_norm(incomplete, ones, *stored, None, residual, gain, 1e-5, early=True)
+    assert not other.query(), "it was written before the product was launched"
+    got = torch.cat([part.view(torch.int16).flatten() for part in (y, half, squares.parts)])
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_a_chain_that_reads_early_gives_the_same_bits(card: torch.device, tokens: int) -> None:
+    """First product, SwiGLU of many programs, the product behind it: as in a layer, 200 of them in a graph."""
+    hidden, inner = 2048, 12288
+    first, gate_up = make(hidden, hidden, 128, False, card), make(2 * inner, hidden, 128, False, card, by=0.1)
+    down, gain = make(hidden, inner, 128, False, card, by=0.1), torch.ones(hidden, device=card)
+    start, ones = torch.randn(tokens, hidden, device=card), torch.ones(tokens, device=card)
+    memory = torch.empty(tokens, inner, dtype=torch.float16, device=card)
+
+    def layers(early: bool) -> Tensor:
+        stream = int4_matmul_norm(start.half(), ones, *first, None, start, gain, 1e-5)
+        for _ in range(200):
+            x, half, squares = stream
+            mixed = int4_matmul(half, squares, *first, unwritten=memory if early else None)
+            x, half, squares = int4_matmul_norm(mixed.half(), ones, *first, None, x, gain, 1e-5)
+            inside = int4_matmul_swiglu(half, squares, *gate_up, early=memory if early else None)
+            stream = int4_matmul_norm(inside, ones, *down, None, x, gain, 1e-5, early=early)
+        return stream[0]
+
+    wanted = layers(False)
+    assert bool(wanted.isfinite().all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers(True)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.gpu

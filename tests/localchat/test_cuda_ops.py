@@ -13,9 +13,10 @@ from torch import Tensor
 from localchat import cuda_ops
 from localchat.cache import KVCache
 from localchat.config import TensorFormat
-from localchat.cuda_ops import CudaOps, Summed
+from localchat.cuda_ops import CudaOps, Early, Summed
 from localchat.kernels import attention_slabs
 from localchat.kernels.cards import DEFAULT, Card
+from localchat.kernels.early import UNWRITTEN
 from localchat.kernels.gated_delta_net_prefill import gated_delta_net_prefill
 from localchat.kernels.int4_packing import pack, pack_scales
 from localchat.kernels.padding import padded
@@ -95,6 +96,36 @@ def test_two_blocks_of_products(ops: CudaOps, tokens: int, bits: int, size: floa
     for out, wanted in zip(blocks(ops, halved(heads)), blocks(ReferenceOps(), heads), strict=True):
         assert out.dtype == torch.float32
         assert relative(out, wanted) < 1e-3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_swiglu_that_is_read_early_lies_where_the_layer_s_first_product_has_filled(
+    ops: CudaOps, monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
+    """From a model's second forward on. An INT8 product fills nothing, so behind one it lies elsewhere, as for many."""
+    monkeypatch.setattr(cuda_ops, "can_read_early", lambda _: True)
+    hidden, inner, tokens = 64, 224, 3  # 28 programs, where there is room for 24
+    qkv = linear(32, hidden, TensorFormat(bits, 32, symmetric=False))
+    gate_up, down = linear(2 * inner, hidden, FORMAT), linear(hidden, inner, FORMAT)
+    before, behind = norm(hidden), norm(hidden)
+
+    def layer(x: Tensor) -> tuple[Tensor, Any, Tensor]:
+        first = ops.norm_linear(x, before, qkv)
+        filled = ops._unwritten is not None and bool((ops._unwritten.view(torch.int16) == UNWRITTEN).all())
+        inside = ops.norm_swiglu(x, behind, gate_up)
+        stream = ops.linear_add(inside, down, x, before)
+        assert isinstance(stream, Summed if len(x) <= 8 else Tensor)
+        assert filled == isinstance(inside, Early)
+        return first, inside, stream.x if isinstance(stream, Summed) else stream
+
+    x = torch.randn(tokens, hidden)
+    plain, again = layer(x), layer(x)
+    assert not isinstance(plain[1], Early)
+    assert isinstance(again[1], Early) == (bits == 4)
+    assert torch.equal(plain[0], again[0]) and torch.equal(plain[1][0], again[1][0]) and torch.equal(plain[2], again[2])
+    assert ops._unwritten is None  # taken: the next layer's first product fills it anew
+    assert not isinstance(layer(torch.randn(9, hidden))[1], Early)
+    assert not isinstance(ops.norm_swiglu(x, behind, gate_up), Early)
 
 
 def relative(out: Tensor, wanted: Tensor) -> float:
