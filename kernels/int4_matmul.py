@@ -193,7 +193,10 @@ def _launch(
     early: bool = False,
     late: bool = False,
 ) -> None:
-    """Launch int4_few_tokens. behind: gain, half and sums of squares of `int4_matmul_norm`; early: x is read early."""
+    """Launch int4_few_tokens. behind: gain, half and sums of squares of `int4_matmul_norm`.
+
+    For early.py: unwritten is filled, x is read early, and the next kernel, which reads y so, starts late.
+    """
     tensors, flags = _arguments(x, qweight, scales, mins, bias, residual, n)
     tokens, k = x.shape
     if tokens > FEW_TOKENS:
@@ -265,11 +268,11 @@ def int4_matmul_swiglu(
     bias: Tensor | None = None,
     *,
     rows: int | None = None,
-    early: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As `int4_matmul`, with SwiGLU of rows that take turns: fp16 [T, N / 2], values / UNIT.
 
-    early: where to put it, for somebody who reads it early; it was filled (early.py).
+    out: where to put it, for somebody who reads it early; it was filled (early.py).
 
     Raises:
         ValueError: shapes or dtypes do not belong together, there are more than 8 tokens, or N is odd.
@@ -278,10 +281,10 @@ def int4_matmul_swiglu(
     if n % 2:
         raise ValueError(f"int4_matmul_swiglu: got {n} rows, wanted gate and up in turn")
     shape = (x.shape[0], n // 2)
-    out = torch.empty(shape, dtype=torch.float16, device=x.device) if early is None else early
-    check_tensor("int4_matmul_swiglu: early", out, (torch.float16,), shape)
-    _launch(x, row_scale, qweight, scales, mins, bias, None, out, n, swiglu=True, late=early is not None)
-    return out
+    y = torch.empty(shape, dtype=torch.float16, device=x.device) if out is None else out
+    check_tensor("int4_matmul_swiglu: out", y, (torch.float16,), shape)
+    _launch(x, row_scale, qweight, scales, mins, bias, None, y, n, swiglu=True, late=out is not None)
+    return y
 
 
 def int4_matmul_norm(

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from localchat.kernels.gpu import tl, triton
+from localchat.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 SEEN_IN_CONTEXT, SEEN_IN_REPLY = 1, 2
 _MASK = 0xFFFFFFFF
@@ -177,9 +178,20 @@ def _sum_before(histogram, end, BINS: tl.constexpr):
 
 @triton.jit
 def _adjust_kernel(
-    logits, seen, settings_f, adjusted, maxima, histograms, vocab, BLOCK: tl.constexpr, HISTOGRAM_BLOCK: tl.constexpr
+    logits,
+    seen,
+    settings_f,
+    adjusted,
+    maxima,
+    histograms,
+    vocab,
+    BLOCK: tl.constexpr,
+    HISTOGRAM_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Penalties and temperature, the largest logit of each block; clears the histograms of the step before."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     program = tl.program_id(0)
     for start in range(program * HISTOGRAM_BLOCK, _HISTOGRAMS, tl.num_programs(0) * HISTOGRAM_BLOCK):
         tl.store(histograms + start + tl.arange(0, HISTOGRAM_BLOCK), tl.zeros((HISTOGRAM_BLOCK,), tl.int64))
@@ -201,9 +213,19 @@ def _adjust_kernel(
 
 @triton.jit
 def _coarse_kernel(
-    adjusted, maxima, histograms, settings_f, settings_i, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    adjusted,
+    maxima,
+    histograms,
+    settings_f,
+    settings_i,
+    vocab,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Histograms of the coarse digit: what top-k counts and what top-p adds up."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     by_count = tl.load(settings_i + _TOP_K) > 0
     by_mass = tl.load(settings_f + _TOP_P) < 1
     if (tl.load(settings_f + _TEMPERATURE) > 0) & (by_count | by_mass):
@@ -217,10 +239,21 @@ def _coarse_kernel(
 
 @triton.jit
 def _top_k_middle_kernel(
-    adjusted, maxima, histograms, state, settings_f, settings_i, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    adjusted,
+    maxima,
+    histograms,
+    state,
+    settings_f,
+    settings_i,
+    vocab,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Finds the coarse digit of top-k's boundary, histograms of the middle digit within it. state[0:3]: the digit,
     how many tokens are still wanted behind those before it, the mass before it."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     top_k = tl.load(settings_i + _TOP_K)
     if (tl.load(settings_f + _TEMPERATURE) > 0) & (top_k > 0):
         digit = _search(histograms, top_k, _COARSE)
@@ -236,9 +269,20 @@ def _top_k_middle_kernel(
 
 @triton.jit
 def _top_k_last_kernel(
-    adjusted, maxima, histograms, state, settings_f, settings_i, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    adjusted,
+    maxima,
+    histograms,
+    state,
+    settings_f,
+    settings_i,
+    vocab,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The same one digit further. state[3:6]: both digits, tokens still wanted, the mass before."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     if (tl.load(settings_f + _TEMPERATURE) > 0) & (tl.load(settings_i + _TOP_K) > 0):
         wanted = tl.load(state + 1)
         middle = histograms + _K_MIDDLE
@@ -256,10 +300,21 @@ def _top_k_last_kernel(
 
 @triton.jit
 def _top_p_middle_kernel(
-    adjusted, maxima, histograms, state, settings_f, settings_i, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    adjusted,
+    maxima,
+    histograms,
+    state,
+    settings_f,
+    settings_i,
+    vocab,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The mass that top-k left, the coarse digit of top-p's boundary, masses of the middle digit within it (what top-k
     dropped lies behind the boundary and does no harm). state[6:8]: the digit, the mass still wanted."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     top_p = tl.load(settings_f + _TOP_P)
     if (tl.load(settings_f + _TEMPERATURE) > 0) & (top_p < 1):
         coarse = histograms + _COARSE
@@ -280,9 +335,11 @@ def _top_p_middle_kernel(
 
 @triton.jit
 def _top_p_last_kernel(
-    adjusted, maxima, histograms, state, settings_f, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    adjusted, maxima, histograms, state, settings_f, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):
     """The same one digit further. state[8:10]: both digits, the mass still wanted."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     if (tl.load(settings_f + _TEMPERATURE) > 0) & (tl.load(settings_f + _TOP_P) < 1):
         wanted = tl.load(state + 7)
         middle = histograms + _P_MIDDLE
@@ -310,8 +367,11 @@ def _draw_kernel(
     vocab,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The last digit of the boundary, min-p, noise; each block's best score and the lowest id that has it."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     _, key, keep = _keys(adjusted, maxima, vocab, BLOCK, BLOCKS)
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(adjusted + ids, mask=ids < vocab, other=-float("inf"))
@@ -331,8 +391,10 @@ def _draw_kernel(
 
 
 @triton.jit
-def _choose_kernel(scores, winners, out, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _choose_kernel(scores, winners, out, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """The best of the blocks' best, the lowest id in a tie."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     blocks = tl.arange(0, BLOCKS)
     mask = blocks < tl.cdiv(vocab, BLOCK)
     score = tl.load(scores + blocks, mask=mask, other=-float("inf"))
@@ -422,7 +484,11 @@ def sample(
     if logits.stride(-1) != 1:
         raise ValueError(f"sample: got logits with stride {logits.stride(-1)}, wanted 1")
     blocks = triton.cdiv(vocab, _BLOCK)
-    grid, sizes = (blocks,), {"BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "num_warps": _WARPS}
+    together = pdl_options(logits)
+    grid, sizes = (
+        (blocks,),
+        {"BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "num_warps": _WARPS, **together},
+    )
     adjusted, maxima, histograms, state = scratch.adjusted, scratch.maxima, scratch.histograms, scratch.state
     search = (adjusted, maxima, histograms, state, settings_f, settings_i)
     _adjust_kernel[grid](
@@ -430,6 +496,7 @@ def sample(
         BLOCK=_BLOCK,
         HISTOGRAM_BLOCK=1024,
         num_warps=_WARPS,
+        **together,
         enable_fp_fusion=False,  # a product and a difference are rounded one after the other, as in the reference
     )
     _coarse_kernel[grid](adjusted, maxima, histograms, settings_f, settings_i, vocab, **sizes)

@@ -168,11 +168,12 @@ class CudaOps(ReferenceOps):
         if factors is None or not _fused(gate_up, len(values)):
             return swiglu(self._product((values, factors), gate_up), half=factors is not None)
         stored = (gate_up.qweight, gate_up.scales, gate_up.mins, gate_up.bias)
-        (early, self._unwritten), units = (self._unwritten, None), self._units[: len(values)]
+        out, self._unwritten = self._unwritten, None
         if self._inner is None and card_of(values.device).ends_slowly(gate_up.rows):
             self._inner = torch.empty(FEW_TOKENS, gate_up.rows // 2, dtype=torch.float16, device=values.device)
-        out = int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows, early=early)
-        return (out, units) if early is None else Early(out, units)
+        inside = int4_matmul_swiglu(values, factors, *stored, rows=gate_up.rows, out=out)
+        units = self._units[: len(values)]
+        return (inside, units) if out is None else Early(inside, units)
 
     def logits(self, x: Tensor, norm: "RMSNorm", head: "Linear") -> Tensor:
         rows = torch.split(x, min(_LOGITS, card_of(x.device).settings.crossover))

@@ -251,7 +251,7 @@ def test_a_chain_that_reads_early_gives_the_same_bits(card: torch.device, tokens
             x, half, squares = stream
             mixed = int4_matmul(half, squares, *first, unwritten=memory if early else None)
             x, half, squares = int4_matmul_norm(mixed.half(), ones, *first, None, x, gain, 1e-5)
-            inside = int4_matmul_swiglu(half, squares, *gate_up, early=memory if early else None)
+            inside = int4_matmul_swiglu(half, squares, *gate_up, out=memory if early else None)
             stream = int4_matmul_norm(inside, ones, *down, None, x, gain, 1e-5, early=early)
         return stream[0]
 
