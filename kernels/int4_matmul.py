@@ -324,7 +324,7 @@ def few_tokens_options(
 
     A loop's body is as many steps as x has in its columns, four at least, but no more than the settings say, or fewer
     if that divides K better, or if a step is several products: forty of these took 255 registers, 300 bytes of stack
-    and more, and 40 s to compile. Some forms with eight parts would leave 8 bytes on the stack.
+    and more, and 40 s to compile. Some forms with eight parts would leave 8 to 16 bytes on the stack.
     """
     parts, batch, body, late = settings
     wide = dtype != torch.float16
@@ -338,7 +338,7 @@ def few_tokens_options(
     bodies = -(-steps // max(1, min(body, max(4, 8 // columns)) // products))
     count = -(-steps // bodies)
     even, rest = k % (128 * parts) == 0, steps % count
-    early = early and even and group_size == 128 and not wide and bodies > 1 and not (has_min and parts > 4)
+    early = early and even and group_size == 128 and not wide and bodies > 1 and parts <= 4
     if early and not rest:
         rest = count  # something has to come behind the wait
     return {

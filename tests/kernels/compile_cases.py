@@ -5,7 +5,7 @@ process of its own (where TRITON_INTERPRET is set, `triton.jit` gives functions 
 script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers",
 "fragments", "word_loads", "stores", "dependent", "unwritten"} or {"error"}}. fragments: the layouts of what
 instructions for tensor cores in inline PTX take and give; word_loads: how a program loads what it reads only once;
-stores: how it writes; dependent: the first two instructions of programmatic dependent launch; unwritten: see there.
+stores: how it writes; dependent: the order of the two instructions of programmatic dependent launch; unwritten: see there.
 """
 
 import functools
@@ -425,7 +425,7 @@ def _few_tokens_cases() -> list[Case]:
         (128, False, 5120, 17408, "fp16", 1, "early"),
         (128, False, 5120, 17408, "fp16", 8, "early"),
         (128, True, 5120, 17408, "fp16", 8, "early"),
-        (128, False, 4096, 12288, "fp16", 1, "early"),
+        (128, False, 5120, 16384, "fp16", 1, "early"),
         (128, False, 34816, 5120, "fp16", 1, Fragments(4, 3, 7, late=True)),
     ):
         early = settings == "early"
@@ -542,7 +542,7 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
         "fragments": _fragments(compiled.asm["ttgir"]),
         "word_loads": _word_loads(compiled.asm["ptx"]),
         "stores": sorted(set(re.findall(r"st\.global\S*", compiled.asm["ptx"]))),
-        "dependent": re.findall(r"griddepcontrol\.(\w+)", compiled.asm["ptx"])[:2],
+        "dependent": list(dict.fromkeys(re.findall(r"griddepcontrol\.(\w+)", compiled.asm["ptx"]))),
         "unwritten": unwritten(_tool("nvdisasm", "-c", compiled.asm["cubin"]))
         if "wgmma" in compiled.asm["ptx"]
         else [],

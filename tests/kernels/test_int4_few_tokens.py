@@ -171,9 +171,9 @@ def test_what_does_not_belong_together_is_refused(device: torch.device) -> None:
     ("k", "group", "with_min", "parts", "early", "rest"),
     [
         (17408, 128, False, 4, True, 6),
-        (12288, 128, False, 8, True, 6),  # two bodies, of which the second comes behind the wait
+        (12288, 128, False, 4, True, 8),  # three bodies, of which the last comes behind the wait
         (17408, 128, True, 4, True, 6),
-        (12288, 128, True, 8, False, 0),  # no registers left
+        (12288, 128, False, 8, False, 0),  # no registers left
         (2048, 128, False, 4, False, 0),  # one body
         (17536, 128, False, 4, False, 0),  # a rest of one tile
         (17408, 64, False, 4, False, 6),
