@@ -5,7 +5,8 @@ process of its own (where TRITON_INTERPRET is set, `triton.jit` gives functions 
 script it compiles all cases and prints JSON: {"<case> sm_<arch>": {"shared", "stack", "local", "registers",
 "fragments", "word_loads", "stores", "dependent", "unwritten"} or {"error"}}. fragments: the layouts of what
 instructions for tensor cores in inline PTX take and give; word_loads: how a program loads what it reads only once;
-stores: how it writes; dependent: the order of the two instructions of programmatic dependent launch; unwritten: see there.
+stores: how it writes; dependent: in which order programmatic dependent launch's two instructions come; unwritten: see
+there.
 """
 
 import functools
