@@ -7,12 +7,14 @@ written. A kernel that reads early begins with that, and waits for the kernel in
     fill    A kernel further in front fills the tensor with UNWRITTEN, behind its own wait, like all that it writes.
     write   The kernel in front lets the next one start only behind its own wait (`Fragments.late`). So when a reader
             starts, whoever filled the tensor has ended.
-    read    What is UNWRITTEN is asked for again, past the multiprocessor's own cache, until it is there. That cache
-            holds nothing from before the filling: every multiprocessor has run programs of the kernel in front, which
-            is one of many programs, and waiting made what it held invalid.
+    read    What is UNWRITTEN is asked for again, past the multiprocessor's own cache, until it is there.
 
-Nothing else is read before the wait, and nothing is written, so what overwrites what is in the order that pdl.py gives.
-UNWRITTEN has all bits set, as two fp16 are: a NaN that no arithmetic gives (that one is 0x7fff).
+That cache holds nothing from before the filling, which is what hardware does and nobody promises: there, programs have
+run since that waited (of the kernel in front, which has more of them than find room at once, and of those before it),
+and a wait drops what the cache holds. Loads past it from the first one on cost 1.5 % of a step.
+
+Nothing else is read before the wait, and nothing is written, so overwriting keeps the order of pdl.py. UNWRITTEN is two
+fp16 with all bits set, a NaN that arithmetic never gives (its own is 0x7fff), and SwiGLU stores none at all.
 """
 
 from torch import Tensor
@@ -54,7 +56,7 @@ def can_read_early(tensor: Tensor) -> bool:
 
 @triton.jit
 def read_early(x):
-    """int32 at pointers x [.., 16], at x + 16, x + 32 and x + 48, each with 4 neighbours in a lane: when written."""
+    """int32 at x [.., 16], x + 16, x + 32 and x + 48, once they are written. A lane must have 4 neighbours."""
     first, second, third, fourth = tl.load(x), tl.load(x + 16), tl.load(x + 32), tl.load(x + 48)
     return tl.inline_asm_elementwise(
         _THERE,

@@ -144,7 +144,7 @@ def int4_matmul(
     bias [N] and residual [T, N] are added in the epilogue. rows: N; None: as many as qweight has.
 
     arrivals: see many_tokens.py. settings: of few tokens; None: the card's (cards.py). use_ptx: the kernels' inline PTX
-    or its plain twin; None: PTX on CUDA, where the interpreter has none. unwritten: a contiguous tensor that the launch
+    or its plain twin; None: PTX on CUDA, where the interpreter has none. unwritten: fp16 [T, even], which the launch
     fills for somebody who reads it early (early.py); of few tokens only.
 
     Raises:
@@ -154,8 +154,8 @@ def int4_matmul(
     n = qweight.shape[0] if rows is None else rows
     y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device) if out is None else out
     if x.shape[0] <= FEW_TOKENS:
-        options: dict[str, Any] = {"settings": settings, "use_ptx": use_ptx, "unwritten": unwritten}
-        _launch(x, row_scale, qweight, scales, mins, bias, residual, y, n, **options)
+        matrix = (qweight, scales, mins, bias, residual)
+        _launch(x, row_scale, *matrix, y, n, settings=settings, use_ptx=use_ptx, unwritten=unwritten)
         return y
     if unwritten is not None:
         raise ValueError(f"int4_matmul: got {x.shape[0]} tokens and a tensor to fill, wanted up to {FEW_TOKENS}")
@@ -206,12 +206,15 @@ def _launch(
     ptx = x.is_cuda if use_ptx is None else use_ptx
     early = early and ptx and can_read_early(x)
     launch = few_tokens_options(tokens, k, flags["G8"] * 8, scales.dtype, mins is not None, chosen, early=early)
-    words = 0 if unwritten is None else unwritten.numel() * unwritten.element_size() // 4
+    fill = y  # a tensor that nobody fills
+    if unwritten is not None:
+        check_tensor("int4_matmul: unwritten", unwritten, (torch.float16,), (tokens, None))
+        fill = unwritten.view(torch.int32)
     factors, parts, eps, squares = factor_options(row_scale)
     gain, half, sums = (y, y, y) if behind is None else behind  # tensors that nobody reads or writes
     int4_few_tokens_kernel[(qweight.shape[0] // TILE_ROWS,)](
         x, factors, *tensors, y, gain, half, sums, tokens, n, k // 32, parts, eps,
-        y if unwritten is None else unwritten.view(torch.int32), words,
+        fill, 0 if unwritten is None else fill.numel(),
         SQUARES=squares, SWIGLU=swiglu, NORM=behind is not None, FILL=unwritten is not None,
         **flags, **launch, USE_PTX=ptx, **pdl_options(x),
     )  # fmt: skip

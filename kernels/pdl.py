@@ -8,11 +8,12 @@ plainly.
 A kernel that takes part has a constexpr PDL, calls `let_next_start(PDL)` first (but behind loads that have to come
 first, as no load passes it), calls `wait_for_previous(PDL)` before its first access to anything that another kernel of
 the step writes or reads, in every program, and is launched with `**pdl_options(tensor)`. Some call `let_next_start`
-behind their wait, where a step was measured to be faster so (kernels/NOTES.md), and one reads before it (early.py). All
-of a kernel's programs wait before they write, so whoever waits for it has waited for everything before it as well. A
-step begins with a plain launch (mark_seen; on the CPU's side of it, a copy), which waits for the step before to end:
-what only an earlier step has written, such as a recurrent state, the rows of earlier tokens or the position, may be
-read before the wait.
+behind their wait: where a step was measured to be faster so (kernels/NOTES.md), or because the next kernel reads early
+(early.py). That one is the only exception to the rule: before its wait it reads what the kernel in front writes. All of
+a kernel's programs wait before they write, so whoever waits for it has waited for everything before it as well. A step
+begins with a plain launch (mark_seen; on the CPU's side of it, a copy), which waits for the step before to end: what
+only an earlier step has written, such as a recurrent state, the rows of earlier tokens or the position, may be read
+before the wait.
 """
 
 import functools

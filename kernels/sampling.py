@@ -20,7 +20,7 @@ the noise spans -2.9 .. 16.7 and such a token holds e^-32 of the best one's mass
 the key at which a running sum (of tokens; of exp(-distance), scaled by 2^40) reaches what is wanted: a histogram over
 the key's leading 11 bits, then over the next 10 bits within the bin that was hit, then over the last 10. Sums are
 integers, so neither the order of the atomics nor the grid shows in the result. Launches of a search that is switched
-off return at once. Equal keys at a boundary are all kept, where the reference keeps as many as fit.
+off do nothing. Equal keys at a boundary are all kept, where the reference keeps as many as fit.
 
 Moves 5 V bytes in and 4 V out, and 4 V for each launch that works, out of the L2 cache.
 """
@@ -485,10 +485,8 @@ def sample(
         raise ValueError(f"sample: got logits with stride {logits.stride(-1)}, wanted 1")
     blocks = triton.cdiv(vocab, _BLOCK)
     together = pdl_options(logits)
-    grid, sizes = (
-        (blocks,),
-        {"BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "num_warps": _WARPS, **together},
-    )
+    grid = (blocks,)
+    sizes = {"BLOCK": _BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "num_warps": _WARPS, **together}
     adjusted, maxima, histograms, state = scratch.adjusted, scratch.maxima, scratch.histograms, scratch.state
     search = (adjusted, maxima, histograms, state, settings_f, settings_i)
     _adjust_kernel[grid](

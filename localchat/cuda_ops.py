@@ -83,7 +83,8 @@ class CudaOps(ReferenceOps):
         self._units = torch.full((MANY_TOKENS,), UNIT, device=device)
         self._arrivals = torch.zeros(_MOST_HEADS, dtype=torch.int32, device=device)
         self._product_arrivals = arrivals_for(device)
-        self._inner: Tensor | None = None  # fp16 [FEW_TOKENS, intermediate size], of a model whose `down` reads early
+        # fp16 [FEW_TOKENS, intermediate size] of a model whose gate_up ends slowly: what `down` may read early
+        self._inner: Tensor | None = None
         self._unwritten: Tensor | None = None  # as many of its rows as this layer's first product has filled
 
     def embedding(self, ids: Tensor, table: "Linear") -> Tensor:
@@ -95,9 +96,9 @@ class CudaOps(ReferenceOps):
         return Rotary(positions, *rotary_table(positions, inv_freq, attention_factor))
 
     def norm_linear(self, x: Stream, norm: "RMSNorm", linear: "Linear") -> Tensor:  # type: ignore[override]
-        activation = _normed(x, norm)
-        self._unwritten = self._to_fill(linear, len(activation[0]))
-        return self._product(activation, linear, unwritten=self._unwritten)
+        values, factors = _normed(x, norm)
+        self._unwritten = None if factors is None else self._to_fill(linear, len(values))
+        return self._product((values, factors), linear, unwritten=self._unwritten)
 
     def attention(
         self,
@@ -181,7 +182,7 @@ class CudaOps(ReferenceOps):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _to_fill(self, linear: "Linear", tokens: int) -> Tensor | None:
-        """Where SwiGLU of this layer goes, if it is one that is read early, and if `linear`, its first, can fill it."""
+        """Where SwiGLU of this layer goes, if `down` may read it early and `linear`, the first product, can fill it."""
         if self._inner is None or not _fused(linear, tokens) or not can_read_early(self._inner):
             return None
         return self._inner[:tokens]

@@ -413,6 +413,7 @@ def _few_tokens_cases() -> list[Case]:
         (32, False, 5120, 6144, "fp32", 4, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(8, 2)),
         (128, False, 6144, 5120, "fp16", 1, None),
+        (128, True, 6144, 5120, "fp16", 8, None),
         (128, False, 24576, 4096, "fp16", 1, None),
         (128, False, 5120, 5120, "fp16", 1, Fragments(4, 2)),
         (128, False, 14336, 5120, "fp16", 1, Fragments(4, 2)),
@@ -437,7 +438,8 @@ def _few_tokens_cases() -> list[Case]:
         launch |= {"G8": group // 8, "HAS_MIN": has_min, "HAS_BIAS": True, "HAS_RES": True, "WHOLE": k % 128 == 0}
         down = n < k  # its end makes what the next norm needs, as gate_up's makes SwiGLU
         launch |= {"SQUARES": 0 if down else 512, "SWIGLU": n > 4 * k, "NORM": down}
-        launch |= {"USE_PTX": True, "FILL": early} | ({"T": 1} if tokens == 1 else {})
+        fills = n == 6144  # a layer's first product
+        launch |= {"USE_PTX": True, "FILL": fills} | ({"T": 1} if tokens == 1 else {})
         kind = f"groups of {group}{' with min' if has_min else ''}, scales {scales}, {tokens} tokens"
         kind += ", early" * launch["EARLY"]
         cases.append(

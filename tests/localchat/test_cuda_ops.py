@@ -102,7 +102,7 @@ def test_two_blocks_of_products(ops: CudaOps, tokens: int, bits: int, size: floa
 def test_swiglu_that_is_read_early_lies_where_the_layer_s_first_product_has_filled(
     ops: CudaOps, monkeypatch: pytest.MonkeyPatch, bits: int
 ) -> None:
-    """From a model's second forward on. An INT8 product fills nothing, so behind one it lies elsewhere, as for many."""
+    """From the second layer on. An INT8 product fills nothing, so behind one it lies elsewhere, as for many."""
     monkeypatch.setattr(cuda_ops, "can_read_early", lambda _: True)
     hidden, inner, tokens = 64, 224, 3  # 28 programs, where there is room for 24
     qkv = linear(32, hidden, TensorFormat(bits, 32, symmetric=False))
